@@ -1,0 +1,159 @@
+"""What a layer is made of: its token mixers, its feed-forward parts, its parameters.
+
+Field names are those of ``config.json`` and mlx-lm. A layer lists its mixers because some models
+run two side by side (Falcon-H1: Mamba-2 and attention).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Softmax attention that caches keys and values of every head.
+
+    ``sliding_window`` is the number of latest tokens that a query sees; ``attention_chunk_size``
+    is Llama 4's block within which it looks. ``kv_source`` is the layer whose cache this layer
+    reads instead of holding its own (Gemma 3n and 4).
+    """
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    v_head_dim: int
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    sinks: bool = False
+    kv_source: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek): per token one latent and one shared rotary key.
+
+    ``index_head_dim`` is the width of the key that a sparse-attention indexer caches, if there is
+    one (DeepSeek V3.2). Whether an engine caches the latent or the expanded heads is the engine's
+    rule, not the model's.
+    """
+
+    num_attention_heads: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+    index_head_dim: int | None = None
+    index_n_heads: int | None = None
+    index_topk: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One array of constant size that a recurrent layer keeps per sequence, without the batch axis."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Literal["model", "float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """A layer whose memory of the past does not grow: linear attention, Mamba, short convolution."""
+
+    kind: str
+    states: tuple[State, ...]
+    num_heads: int = 1
+    head_dim: int = 0
+    inner_size: int = 0
+
+
+Mixer = Attention | LatentAttention | Recurrent
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """A dense feed-forward part; ``gated`` ones have an up and a gate projection."""
+
+    intermediate_size: int
+    gated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts: each token runs ``num_experts_per_tok`` of them and the shared ones."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_intermediate_size: int = 0
+    gated: bool = True
+
+
+ParameterKind = Literal["matrix", "embedding", "other"]
+"""``matrix`` and ``embedding`` have a quantized form in MLX (``to_quantized``); ``other`` has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One stored array.
+
+    ``name`` is its path in mlx-lm's module without ``.weight``; experts are stacked as
+    ``[num_experts, output_dims, input_dims]``. ``quantizable`` is false where mlx-lm's
+    ``quant_predicate`` keeps a matrix in full precision; ``bits`` is the width that it forces
+    instead of the asked one (Qwen3-MoE's router: 8). ``dtype`` is ``float32`` where the module
+    itself insists on it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: ParameterKind
+    quantizable: bool = True
+    bits: int | None = None
+    group_size: int | None = None
+    dtype: Literal["model", "float32"] = "model"
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        size = 1
+        for dim in self.shape:
+            size *= dim
+        return size
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block of the decoder."""
+
+    mixers: tuple[Mixer, ...]
+    feed_forward: tuple[FeedForward | Experts, ...]
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A decoder as its layers.
+
+    ``parameters`` are those outside the layers: embeddings, final norm, head. ``module`` is the
+    file of ``mlx_lm.models`` that runs it, or ``None`` where mlx-lm has none.
+    """
+
+    model_type: str
+    module: str | None
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int | None
+    tie_word_embeddings: bool
+    layers: tuple[Layer, ...]
+    parameters: tuple[Parameter, ...]
+    dtype: str = "bfloat16"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, each expert counted."""
+        parts = [self.parameters, *(layer.parameters for layer in self.layers)]
+        return sum(p.size for part in parts for p in part)
