@@ -8,7 +8,7 @@
     │   └── Unconfirmed           2   a download or a long step that nobody confirmed
     ├── DoesNotFit                3   the plan exceeds the limit
     ├── CheckpointError           1   a model file is missing, cut, or malformed
-    ├── UnsupportedModel          1   an architecture, layer kind, tokenizer or format we do not know
+    ├── UnsupportedModel          1   an architecture, layer kind, tokenizer or format is unknown
     ├── HubError                  1   the hub or the package index cannot be reached, or refuses
     ├── RuntimeUnavailable        1   MLX is not installed or cannot run here
     ├── Busy                      1   another heavy command holds the lock

@@ -1,4 +1,4 @@
-"""A machine as the memory plan sees it: one pool or two, the device's limit, the budget within it."""
+"""A machine as the memory plan sees it: its pool, the device's limit, the budget within it."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -42,7 +42,7 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
-        raise ValueError(f"{text!r} is not a size; write a number with a unit, such as 24GiB or 24GB")
+        raise ValueError(f"{text!r} is not a size; write it with a unit, such as 24GiB or 24GB")
     return int(Decimal(match[1]) * unit)
 
 

@@ -48,7 +48,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One array of constant size that a recurrent layer keeps per sequence, without the batch axis."""
+    """One array of constant size that a recurrent layer keeps per sequence (no batch axis)."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """A layer whose memory of the past does not grow: linear attention, Mamba, short convolution."""
+    """A layer whose memory of the past does not grow: linear attention, Mamba, convolution."""
 
     kind: str
     states: tuple[State, ...]
@@ -89,7 +89,7 @@ class Experts:
 
 
 ParameterKind = Literal["matrix", "embedding", "other"]
-"""``matrix`` and ``embedding`` have a quantized form in MLX (``to_quantized``); ``other`` has none."""
+"""``matrix`` and ``embedding`` have a quantized form in MLX; ``other`` has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ Phase = Literal[
 ]
 
 Basis = Literal["exact", "bound", "fitted"]
-"""How sure a size is: it follows from shapes, it is an upper bound, or it was fitted to measurements."""
+"""How sure a size is: follows from shapes, an upper bound, or fitted to measurements."""
 
 
 @dataclass(frozen=True, slots=True)
