@@ -4,6 +4,7 @@ Field names are those of ``config.json`` and mlx-lm. A layer lists its mixers be
 run two side by side (Falcon-H1: Mamba-2 and attention).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -155,5 +156,11 @@ class Architecture:
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters, each expert counted."""
-        parts = [self.parameters, *(layer.parameters for layer in self.layers)]
-        return sum(p.size for part in parts for p in part)
+        return sum(p.size for p in parameters(self))
+
+
+def parameters(architecture: Architecture) -> Iterator[Parameter]:
+    """Every parameter: those outside the layers, then those of each layer."""
+    yield from architecture.parameters
+    for layer in architecture.layers:
+        yield from layer.parameters

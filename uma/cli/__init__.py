@@ -1,0 +1,33 @@
+"""The command line: each command parses, makes one library call, and prints one report."""
+
+import sys
+from collections.abc import Sequence
+
+from uma.errors import UmaError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``uma`` and return its exit code: the only place that catches ``UmaError``."""
+    from uma.cli.app import app
+
+    _survive_narrow_encodings()
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="uma")
+    except UmaError as error:
+        print(f"uma: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of the pipe left: nothing to tell, and nowhere to tell it.
+        sys.stdout = None  # type: ignore[assignment]
+        return 1
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else 1
+    return 0
+
+
+def _survive_narrow_encodings() -> None:
+    """Show what a cp1252 or ASCII console cannot as ``?`` instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")

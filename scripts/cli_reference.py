@@ -1,0 +1,42 @@
+"""Write ``docs/cli.md`` from ``--help``; with ``--check`` fail when it is out of date."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+COMMANDS = ["", "run", "bench", "convert"]
+TARGET = Path(__file__).parent.parent / "docs" / "cli.md"
+
+
+def help_text(command: str) -> str:
+    environment = {**os.environ, "COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
+    arguments = [sys.executable, "-m", "uma", *command.split(), "--help"]
+    result = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
+    return "\n".join(line.rstrip() for line in result.stdout.splitlines()).strip()
+
+
+def reference() -> str:
+    parts = ["# Command line\n\nWritten by `scripts/cli_reference.py` from `--help`.\n"]
+    for command in COMMANDS:
+        parts.append(
+            f"## `{' '.join(['uma', command]).strip()}`\n\n```text\n{help_text(command)}\n```\n"
+        )
+    return "\n".join(parts)
+
+
+def main() -> int:
+    text = reference()
+    if "--check" in sys.argv:
+        if not TARGET.exists() or TARGET.read_text(encoding="utf-8") != text:
+            print(
+                "docs/cli.md is out of date: run python scripts/cli_reference.py", file=sys.stderr
+            )
+            return 1
+        return 0
+    TARGET.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

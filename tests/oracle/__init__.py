@@ -1,0 +1,1 @@
+"""mlx-lm's own classes, built without evaluating them, to compare with."""

@@ -1,0 +1,56 @@
+import pytest
+
+from uma.ledger import Ledger, peak, phase_totals
+from uma.memory.term import MemoryTerm
+from uma.report.ledger import ledger_text
+
+
+def term(name: str, size: int, phase: str = "always", basis: str = "exact") -> MemoryTerm:
+    return MemoryTerm(name, size, basis, "test", phase)  # type: ignore[arg-type]
+
+
+TERMS = (
+    term("weights", 1000),
+    term("kv_cache", 10, "prefill"),
+    term("activations", 200, "prefill", "bound"),
+    term("kv_cache", 20, "decode"),
+)
+
+
+def test_a_phase_holds_its_own_terms_and_those_held_always() -> None:
+    assert phase_totals(TERMS) == {"prefill": 1210, "decode": 1020}
+
+
+def test_the_peak_is_the_phase_that_needs_most() -> None:
+    assert peak(TERMS) == ("prefill", 1210)
+
+
+def test_terms_held_always_are_a_peak_of_their_own_when_there_is_no_other_phase() -> None:
+    assert peak([term("weights", 7)]) == ("always", 7)
+
+
+def test_the_terms_of_the_json_sum_to_the_predicted_peak() -> None:
+    ledger = Ledger(TERMS, 2000, 3000, "fits").to_json()
+    rows = ledger["terms"]
+    assert isinstance(rows, list)
+    prefill = [r["predicted_bytes"] for r in rows if r["phase"] in ("prefill", "always")]
+    assert sum(prefill) == ledger["predicted_peak_bytes"]
+
+
+def test_what_was_not_measured_is_null_in_the_json() -> None:
+    ledger = Ledger(TERMS, 2000, 3000, "fits", {("weights", "always"): 1000}, 1200)
+    rows = ledger.to_json()["terms"]
+    assert isinstance(rows, list)
+    assert [r["measured_bytes"] for r in rows] == [1000, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("basis", "measured", "shown"), [("exact", 900, "+11.1 %"), ("bound", 150, "within")]
+)
+def test_an_error_is_shown_unless_the_term_is_a_bound_that_held(
+    basis: str, measured: int, shown: str
+) -> None:
+    size = 1000 if basis == "exact" else 200
+    only = (term("weights", size, "prefill", basis),)
+    text = ledger_text(Ledger(only, 1, 1, "fits", {("weights", "prefill"): measured}))
+    assert shown in text.splitlines()[1]

@@ -1,0 +1,64 @@
+"""A lock between processes: held by one at a time, released by the system when its holder dies."""
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from uma.errors import StorageError
+
+POLL_S = 0.1
+
+
+def try_lock(file: BinaryIO) -> bool:
+    """Whether this process now holds the lock on ``file``, which stays until it is closed.
+
+    Raises:
+        OSError: If the file system has no locks.
+    """
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            file.seek(0)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+            return False
+        raise
+    return True
+
+
+@contextmanager
+def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold the lock file ``path``; call ``waiting`` once if another process has it.
+
+    The file stays: removing it would let two processes lock two different files.
+
+    Raises:
+        StorageError: If it cannot be made, or the file system has no locks.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "ab")  # noqa: SIM115
+    except OSError as error:
+        raise StorageError(f"cannot write to {path.parent}: {error.strerror}") from None
+    with file:
+        try:
+            free = try_lock(file)
+            if not free and waiting is not None:
+                waiting()
+            while not free:
+                time.sleep(POLL_S)
+                free = try_lock(file)
+        except OSError as error:
+            raise StorageError(f"cannot lock {path}: {os.strerror(error.errno or 0)}") from None
+        yield

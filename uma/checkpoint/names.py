@@ -1,0 +1,203 @@
+"""What a model's name stands for: a hub id, a catalog alias, ``repo:QUANT``, an Ollama-style tag.
+
+Aliases follow from the hub ids: ``meta-llama/Meta-Llama-3-70B-Instruct`` is also ``llama-3-70b``.
+``uma/data/aliases.csv`` adds only what no rule gives, such as ``llama3`` for the 8B one.
+"""
+
+import csv
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+
+from uma.catalog import (
+    DATA,
+    Model,
+    Repository,
+    find_model,
+    models,
+    nearest,
+    repositories,
+    words,
+)
+from uma.errors import UnknownName, UsageError
+
+_MAKERS = re.compile(r"^(meta|c4ai|nvidia|ai21)-")
+_TUNING = re.compile(r"-(instruct|it|chat|hf|bf16|qat)(?=-|$)")
+_VERSION = re.compile(r"-(v\d+(\.\d+)?|\d{2}-\d{4}|\d{4})$")
+_TYPE = r"i?q\d\w*|[bf]f?p?(?:16|32)|mxfp4(?:-q8)?|mxfp8|nvfp4|int[48]|\d-?bits?"
+_TYPE_AT_END = re.compile(rf"[-_:.](?:mlx-)?({_TYPE})$", re.IGNORECASE)
+_MODES = {"mxfp4": 4, "mxfp8": 8, "nvfp4": 4}
+BITS = (2, 3, 4, 5, 6, 8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """What a name stands for.
+
+    ``repo`` is what to load; ``model`` its catalog row, or None for a repository that is not in
+    the catalog; ``repository`` the row of ``repo`` if it is known to hold MLX weights. ``bits``
+    and ``mode`` are what was asked, in the name or beside it. ``gguf_type`` picks a file of a
+    GGUF repository.
+    """
+
+    name: str
+    repo: str
+    model: Model | None = None
+    repository: Repository | None = None
+    bits: int | None = None
+    mode: str | None = None
+    gguf_type: str | None = None
+
+    @property
+    def quantize_on_load(self) -> bool:
+        """Whether ``repo`` is a model's 16-bit original and fewer bits were asked."""
+        original = self.repository is None or self.repository.bits == 16
+        return original and self.gguf_type is None and self.bits not in (None, 16)
+
+
+def parse_quant(text: str) -> tuple[int, str | None]:
+    """Bits and mode of a format's name: ``Q4_K_M``, ``8bit``, ``bf16``, ``mxfp4``, ``5``.
+
+    Raises:
+        UsageError: If it is not one.
+
+    >>> parse_quant("q4_K_M"), parse_quant("8bit"), parse_quant("bf16"), parse_quant("MXFP4-Q8")
+    ((4, None), (8, None), (16, None), (4, 'mxfp4'))
+    """
+    plain = text.lower()
+    mode = plain.split("-")[0]
+    if mode in _MODES:
+        return _MODES[mode], mode
+    digits = re.search(r"\d+", plain)
+    known = re.fullmatch(rf"{_TYPE}|\d+", plain)
+    bits = min(int(digits[0]), 16) if digits else 0
+    if not known or bits not in BITS:
+        raise UsageError(
+            f"{text!r} is not a format; bits: {', '.join(map(str, BITS))}; or mxfp4, mxfp8, nvfp4, "
+            "or a GGUF type such as Q4_K_M"
+        )
+    return bits, None
+
+
+def resolve(name: str, bits: int | None = None, quant: str | None = None) -> Resolution:
+    """What ``name`` stands for, with ``bits`` or a format ``quant`` asked beside it.
+
+    With fewer than 16 bits an alias gives a repository that is known to hold them, else the
+    original, to be quantized on load. A hub id is taken as it is.
+
+    Raises:
+        UnknownName: If no model is called so, or several are.
+        UsageError: If ``quant`` is not a format, or two different widths were asked.
+    """
+    mode = None
+    if quant is not None:
+        bits, mode = _agreed(name, bits, quant)
+    if "/" in name:
+        return _resolve_repository(name, bits, mode)
+    hf_id, tag = _find(name)
+    if tag is not None:
+        bits, tag_mode = _agreed(name, bits, tag)
+        mode = mode or tag_mode
+    model = find_model(hf_id)
+    known = None if bits in (None, 16) else _known_repository(hf_id, bits, mode)
+    return Resolution(name, known.repo if known else hf_id, model, known, bits, mode)
+
+
+def _agreed(name: str, bits: int | None, quant: str) -> tuple[int, str | None]:
+    quant_bits, mode = parse_quant(quant)
+    if bits not in (None, quant_bits):
+        raise UsageError(f"{name}: {bits} bits and {quant} contradict each other; give one")
+    return quant_bits, mode
+
+
+def _resolve_repository(name: str, bits: int | None, mode: str | None) -> Resolution:
+    """A hub id, with the model it was made from where the catalog knows that or its name says it.
+
+    What follows a colon picks a file of a GGUF repository.
+    """
+    repo, _, gguf_type = name.partition(":")
+    resolution = Resolution(name, repo, bits=bits, mode=mode, gguf_type=gguf_type or None)
+    row = next((row for row in repositories() if row.repo.lower() == repo.lower()), None)
+    if row is not None:
+        model = find_model(row.hf_id) if row.hf_id else None
+        return replace(resolution, repo=row.repo, model=model, repository=row)
+    model = find_model(repo)
+    if model is not None:
+        return replace(resolution, repo=model.hf_id, model=model)
+    try:
+        hf_id, tag = _find(re.sub(r"(?i)-(gguf|mlx)$", "", repo.partition("/")[2]))
+    except UnknownName:
+        return resolution
+    held = None if tag is None else parse_quant(tag)[0]
+    stored = Repository(repo, hf_id, held, "", None, "the repository's name", "")
+    return replace(resolution, model=find_model(hf_id), repository=stored)
+
+
+def _known_repository(hf_id: str, bits: int | None, mode: str | None) -> Repository | None:
+    """A repository of that model with those bits; affine before other modes if none was asked."""
+    rows = [row for row in repositories() if row.hf_id == hf_id and row.bits == bits]
+    wanted = [row for row in rows if row.mode == (mode or "affine")]
+    return next(iter(wanted or (rows if mode is None else [])), None)
+
+
+@cache
+def aliases() -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Hub ids by the words of a name; several ids where the name alone does not decide.
+
+    A longer form of a name never makes a shorter one ambiguous that is another model's own.
+    """
+    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+    with open(DATA / "aliases.csv", encoding="utf-8", newline="") as file:
+        next(file)
+        for row in csv.DictReader(file):
+            found[words(row["alias"])] = (row["hf_id"],)
+    for level in range(4):
+        added: dict[tuple[str, ...], tuple[str, ...]] = {}
+        for model in models():
+            key = words(_forms(model.hf_id)[level])
+            added[key] = tuple(dict.fromkeys((*added.get(key, ()), model.hf_id)))
+        found = added | found
+    return found
+
+
+def _forms(hf_id: str) -> tuple[str, str, str, str]:
+    """A model's name in full, without its maker, without what it was tuned for, undated."""
+    full = hf_id.partition("/")[2].lower()
+    made = _MAKERS.sub("", full)
+    tuned = _TUNING.sub("", made)
+    return full, made, tuned, _VERSION.sub("", tuned)
+
+
+def short_name(model: Model) -> str:
+    """The shortest alias that means ``model`` and no other.
+
+    >>> from uma.catalog import find_model
+    >>> short_name(find_model("meta-llama/Meta-Llama-3-70B-Instruct"))
+    'llama-3-70b'
+    """
+    forms = reversed(_forms(model.hf_id))
+    return next(form for form in forms if aliases()[words(form)] == (model.hf_id,))
+
+
+def _find(name: str) -> tuple[str, str | None]:
+    """The hub id that an alias means, and the format at its end.
+
+    Raises:
+        UnknownName: If no model is called so, or several are.
+    """
+    plain = re.sub(r":latest$", "", name.strip())
+    match = _TYPE_AT_END.search(plain)
+    tries = [(plain, None), (plain[: match.start()], match[1])] if match else [(plain, None)]
+    for text, tag in tries:
+        untuned = _TUNING.sub("", re.sub(r"[\s_:]+", "-", text.lower()))
+        for form in (text, untuned):
+            ids = aliases().get(words(form), ())
+            if len(ids) > 1:
+                raise UnknownName(f"{name!r} may be {', '.join(ids)}; give one of them")
+            if ids:
+                return ids[0], tag
+    close = nearest(name, (short_name(model) for model in models()))
+    raise UnknownName(
+        f"no model is called {name!r}; nearest: {', '.join(close)}. "
+        "A folder, a .gguf file, or a hub id (org/name) will do as well"
+    )

@@ -1,0 +1,326 @@
+"""What the MODEL argument is: a folder, a GGUF file, a hub repository, a catalog alias, or nothing.
+
+``locate`` asks the disk alone, ``probe`` reads the little of the hub that an estimate needs, and
+``fetch`` downloads. Each gives a ``ModelSource`` that says where its facts come from.
+"""
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from uma.catalog import Basis, model_config
+from uma.checkpoint import default_model, gguf, hub, safetensors
+from uma.checkpoint.bounded_json import load_object
+from uma.checkpoint.names import Resolution, resolve
+from uma.errors import CheckpointError, HubError
+from uma.paths import cache_folder
+
+Kind = Literal["mlx", "huggingface", "gguf", "hub", "catalog", "default"]
+"""``mlx``, ``huggingface`` and ``gguf`` are on this disk, also where they came from the hub."""
+
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """What is known of a model before it is loaded.
+
+    ``path`` is its folder or GGUF file on this disk, None while it is still to be fetched from
+    ``repo``. ``weight_bytes`` sums the tensors as stored, and ``origin`` names what that and
+    ``config`` were read from. ``published_bytes`` is what others say a repository holds.
+    """
+
+    name: str
+    kind: Kind
+    origin: str
+    path: Path | None = None
+    repo: str | None = None
+    revision: str = hub.DEFAULT_REVISION
+    config: dict[str, Any] | None = field(default=None, repr=False)
+    config_basis: Basis = "exact"
+    weight_files: tuple[Path, ...] = ()
+    weight_bytes: int | None = None
+    headers: tuple[safetensors.Header, ...] = field(default=(), repr=False)
+    gguf_headers: tuple[gguf.GGUFHeader, ...] = field(default=(), repr=False)
+    download_bytes: int | None = None
+    published_bytes: int | None = None
+    resolution: Resolution | None = None
+
+
+def locate(
+    model: str | None,
+    *,
+    bits: int | None = None,
+    quant: str | None = None,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+) -> ModelSource:
+    """What ``model`` is, from this disk alone; None means the default model.
+
+    Raises:
+        CheckpointError: If a path does not exist, or what it names is not a whole model.
+        UnknownName: If no model is called so, or several are.
+    """
+    if model is None or model.lower() == default_model.NAME.lower():
+        return _default(model or default_model.NAME, cache_dir)
+    path = Path(model).expanduser()
+    if path.is_file():
+        return _from_file(model, path)
+    if path.is_dir() and (_looks_like_path(model) or _holds_model(path)):
+        return _from_folder(model, path)
+    if _looks_like_path(model):
+        raise CheckpointError(
+            f"{model}: no such file or folder; give one, or a name such as llama-3-8b"
+        )
+    resolution = resolve(model, bits, quant)
+    source = _from_hub(resolution, revision or hub.DEFAULT_REVISION)
+    is_default = resolution.model is not None and resolution.model.hf_id == default_model.HF_ID
+    if source.kind == "catalog" and is_default:
+        return _default(model, cache_dir)
+    return source
+
+
+def probe(source: ModelSource) -> ModelSource:
+    """``source`` with its config, weight bytes and download size read from the hub, if it is there.
+
+    Raises:
+        HubError: If the hub cannot be reached, or refuses.
+        CheckpointError: If the repository is not a whole model.
+    """
+    if source.path is not None or source.repo is None:
+        return source
+    repository = hub.repository(source.repo, source.revision)
+    if _gguf_type(source) is not None:
+        files = _gguf_of_type(source, repository)
+        weight_bytes = sum(file.size_bytes for file in files)
+        return replace(
+            source,
+            download_bytes=hub.missing_bytes(repository, files),
+            weight_bytes=weight_bytes,
+            origin="gguf file size",
+        )
+    headers = hub.read_remote_headers(repository)
+    return replace(
+        source,
+        config=hub.read_remote_json(repository, "config.json"),
+        config_basis="exact",
+        headers=headers,
+        weight_bytes=sum(header.size_bytes for header in headers),
+        download_bytes=hub.missing_bytes(repository, repository.select()),
+        origin="safetensors headers",
+    )
+
+
+def fetch(
+    source: ModelSource, *, cache_dir: Path | None = None, progress: hub.Progress | None = None
+) -> ModelSource:
+    """``source`` with its files on this disk, downloaded where they are not.
+
+    Raises:
+        HubError: If the hub or the package index cannot be reached, or refuses.
+        StorageError: If the disk is too small, or the cache cannot be written.
+        CheckpointError: If what came is not a whole model.
+    """
+    if source.path is not None:
+        return source
+    if source.kind == "default":
+        folder = cache_dir or models_folder()
+        default_model.fetch_default_model(folder, progress)
+        return _default(source.name, folder)
+    if source.repo is None:
+        raise HubError(f"{source.name}: no repository is known to fetch it from")
+    repository = hub.repository(source.repo, source.revision)
+    if _gguf_type(source) is not None:
+        files = _gguf_of_type(source, repository)
+        folder = hub.download(repository, files, progress)
+        found = _from_gguf(source.name, folder / files[0].name)
+    else:
+        found = _from_folder(source.name, hub.download(repository, progress=progress))
+    return replace(found, repo=source.repo, resolution=source.resolution)
+
+
+def models_folder() -> Path:
+    """Where models are kept that do not come from the hub."""
+    return cache_folder() / "models"
+
+
+def _default(name: str, cache_dir: Path | None) -> ModelSource:
+    path = default_model.find_default_model(cache_dir or models_folder())
+    if path is not None:
+        return replace(_from_gguf(name, path), kind="default")
+    resolution = resolve(default_model.HF_ID)
+    assert resolution.model is not None  # the catalog has its own default
+    config = model_config(resolution.model)
+    return ModelSource(
+        name=name,
+        kind="default",
+        origin="catalog shapes",
+        config=config.values,
+        config_basis=config.basis,
+        download_bytes=default_model.WHEEL.wheel_bytes,
+        published_bytes=default_model.WHEEL.size_bytes,
+        resolution=resolution,
+    )
+
+
+def _looks_like_path(model: str) -> bool:
+    """Whether ``model`` can only be meant as a path: a hub id has one slash and no such ending."""
+    return (
+        model.startswith((".", "~", "/", "\\"))
+        or model.count("/") > 1
+        or "\\" in model
+        or model.endswith("/")
+        or model.lower().endswith((".gguf", ".safetensors", ".json", ".bin"))
+        or bool(re.match(r"[A-Za-z]:[/\\]", model))
+    )
+
+
+def _holds_model(folder: Path) -> bool:
+    return any(
+        next(folder.glob(pattern), None) is not None
+        for pattern in ("config.json", "*.safetensors", "*.gguf")
+    )
+
+
+def _from_file(name: str, path: Path) -> ModelSource:
+    if path.suffix.lower() == ".gguf":
+        return _from_gguf(name, path)
+    with open(path, "rb") as file:
+        if file.read(4) == gguf.MAGIC:
+            return _from_gguf(name, path)
+    raise CheckpointError(
+        f"{path}: not a GGUF file; give a .gguf file, or the folder that holds config.json"
+    )
+
+
+def _from_gguf(name: str, path: Path) -> ModelSource:
+    files = gguf_files(path)
+    headers = tuple(gguf.read_header(file) for file in files)
+    return ModelSource(
+        name=name,
+        kind="gguf",
+        origin="gguf header",
+        path=files[0],
+        weight_files=files,
+        weight_bytes=sum(header.size_bytes for header in headers),
+        gguf_headers=headers,
+    )
+
+
+def gguf_files(path: Path) -> tuple[Path, ...]:
+    """The files of the GGUF model that ``path`` is, or is one of, first to last.
+
+    Raises:
+        CheckpointError: If some are missing.
+    """
+    match = _SHARD.fullmatch(path.name)
+    if match is None:
+        return (path,)
+    count = int(match[3])
+    files = tuple(
+        path.with_name(f"{match[1]}-{i:05}-of-{match[3]}.gguf") for i in range(1, count + 1)
+    )
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        raise CheckpointError(
+            f"{path}: {len(missing)} of its {count} files are missing: {', '.join(missing[:3])}"
+        )
+    return files
+
+
+def _from_folder(name: str, folder: Path) -> ModelSource:
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(_no_config(folder))
+    config = load_object(folder / "config.json")
+    headers = safetensors.headers_of_folder(folder)
+    mlx = "quantization" in config or any(h.metadata.get("format") == "mlx" for h in headers)
+    return ModelSource(
+        name=name,
+        kind="mlx" if mlx else "huggingface",
+        origin="safetensors headers",
+        path=folder,
+        config=config,
+        weight_files=tuple(Path(header.file) for header in headers),
+        weight_bytes=sum(header.size_bytes for header in headers),
+        headers=headers,
+    )
+
+
+def _no_config(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return f"{folder}: holds an adapter; give the model, and this as --adapter-path"
+    files = sorted(folder.glob("*.gguf"))
+    if files:
+        return f"{folder}: has no config.json but GGUF files; give one of them: {files[0]}"
+    return f"{folder}: has no config.json, so it is not a model's folder"
+
+
+def _gguf_type(source: ModelSource) -> str | None:
+    return source.resolution.gguf_type if source.resolution else None
+
+
+def _gguf_of_type(
+    source: ModelSource, repository: hub.Repository
+) -> tuple[hub.RepositoryFile, ...]:
+    """The GGUF files of the asked type.
+
+    Raises:
+        CheckpointError: If there are none.
+    """
+    wanted = _gguf_type(source) or ""
+    files = repository.select_gguf(wanted)
+    if not files:
+        names = [file.name for file in repository.files if file.name.endswith(".gguf")]
+        known = ", ".join(names[:12]) or "no GGUF files at all"
+        raise CheckpointError(f"{source.repo}: has no GGUF of type {wanted}; it has {known}")
+    return files
+
+
+def _from_hub(resolution: Resolution, revision: str) -> ModelSource:
+    """A repository in the hub's cache, or one still to be fetched, described by the catalog.
+
+    The 16-bit original in the cache serves as well as a quantized repository that is not.
+    """
+    repos = [resolution.repo]
+    if resolution.model is not None and "/" not in resolution.name:
+        repos.append(resolution.model.hf_id)
+    for repo in repos:
+        source = _from_cache(resolution, repo, revision)
+        if source is not None:
+            return source
+    config = model_config(resolution.model) if resolution.model else None
+    return ModelSource(
+        name=resolution.name,
+        kind="catalog" if config else "hub",
+        origin="catalog shapes" if config else "not read yet",
+        repo=resolution.repo,
+        revision=revision,
+        config=config.values if config else None,
+        config_basis=config.basis if config else "exact",
+        published_bytes=resolution.repository.size_bytes if resolution.repository else None,
+        resolution=resolution,
+    )
+
+
+def _from_cache(resolution: Resolution, repo: str, revision: str) -> ModelSource | None:
+    """The model in the hub's cache, or None if it is not there as a whole."""
+    folder = hub.cached_snapshot(repo, revision)
+    if folder is None:
+        return None
+    known = (
+        resolution if repo == resolution.repo else replace(resolution, repo=repo, repository=None)
+    )
+    try:
+        if known.gguf_type is not None:
+            files = sorted(
+                path
+                for path in (*folder.glob("*.gguf"), *folder.glob("*/*.gguf"))
+                if hub.is_gguf_of_type(path.name, known.gguf_type)
+            )
+            source = _from_gguf(resolution.name, files[0]) if files else None
+        else:
+            source = _from_folder(resolution.name, folder)
+    except CheckpointError:
+        return None  # an interrupted download; fetching goes on with it
+    return source and replace(source, repo=repo, revision=revision, resolution=known)

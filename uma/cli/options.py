@@ -1,0 +1,90 @@
+"""Options that several commands share, declared once; names as in mlx-lm where it has them."""
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from uma.errors import UsageError
+from uma.units import parse_bytes
+
+
+def size_option(text: str | None, name: str) -> int | None:
+    """Bytes of a size option, or ``None`` when it was not given."""
+    if text is None:
+        return None
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise UsageError(f"{name}: {error}") from None
+
+
+def positive(name: str) -> Callable[[int | None], int | None]:
+    """A check that an integer option is at least 1."""
+
+    def check(value: int | None) -> int | None:
+        if value is not None and value < 1:
+            raise typer.BadParameter(f"{value} is not a positive number", param_hint=name)
+        return value
+
+    return check
+
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        show_default=False,
+        help="A folder, a .gguf file, a hub repository, or a name such as llama-3-70b.",
+    ),
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", "-m", help="The model, instead of the first argument.")
+]
+Bits = Annotated[
+    int | None,
+    typer.Option(help="Bits per weight: 2, 3, 4, 5, 6, 8, or 16 for full precision. [default: 4]"),
+]
+Mode = Annotated[
+    str | None, typer.Option(help="Number format: affine, mxfp4, mxfp8, nvfp4. [default: affine]")
+]
+GroupSize = Annotated[
+    int | None, typer.Option("--group-size", "--q-group-size", help="Weights that share a scale.")
+]
+Quant = Annotated[str | None, typer.Option(help="Format by name, such as 4bit, mxfp4, Q4_K_M.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub repository.")]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        "--max-kv-size",
+        callback=positive("--context"),
+        help="Bound on prompt plus answer, in tokens. [default: what fits, at most 32768]",
+    ),
+]
+PrefillStep = Annotated[
+    int | None,
+    typer.Option(
+        "--prefill-step-size",
+        callback=positive("--prefill-step-size"),
+        help="Prompt tokens per evaluation; smaller needs less memory. [default: 2048]",
+    ),
+]
+KvBits = Annotated[int | None, typer.Option(help="Quantize the KV cache: 2, 4 or 8 bits.")]
+KvGroupSize = Annotated[int, typer.Option(help="Group size of the quantized cache.")]
+BudgetSize = Annotated[
+    str | None, typer.Option("--budget", help="Memory the run may use, such as 24GiB.")
+]
+Reserve = Annotated[
+    str | None, typer.Option(help="Memory left to the system and other programs, such as 4GiB.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Go on although the plan does not fit.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and load nothing.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Download without asking.")]
+NoWire = Annotated[bool, typer.Option("--no-wire", help="Do not wire the model's memory.")]
+NoRecord = Annotated[bool, typer.Option("--no-record", help="Keep no record of this run.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait for another heavy uma command to end.")]
+AllowConcurrent = Annotated[
+    bool, typer.Option("--allow-concurrent", help="Run beside another heavy uma command.")
+]

@@ -1,0 +1,146 @@
+"""From the options of a command to a plan: what the model is, what it needs, whether it fits."""
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from uma.cli.progress import say
+from uma.errors import DoesNotFit, UnsupportedModel
+
+if TYPE_CHECKING:
+    from uma.checkpoint.source import ModelSource
+    from uma.cli.run import RunOptions, Server
+    from uma.machine import Machine
+    from uma.plan.inference import InferencePlan, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A source and its plan, before or after the files are here."""
+
+    source: "ModelSource"
+    plan: "InferencePlan"
+
+
+def print_plan(chosen: "RunOptions", emit: "Server | None") -> int:
+    """``--dry-run`` and ``--emit``: nothing is loaded and nothing is fetched but headers."""
+    from uma.checkpoint.source import probe
+    from uma.machine import read_machine
+
+    source = located(chosen)
+    if source.config is None and not source.gguf_headers:
+        source = probe(source)
+    planned = plan_of(chosen, source, read_machine())
+    if emit is not None:
+        from uma.plan.emit import server_command
+
+        print(server_command(emit, planned.source, planned.plan))
+        return 0
+    if chosen.json:
+        from uma.report.plan import plan_json
+
+        print(json.dumps(plan_json(planned.plan, model_json(planned.source)), indent=2))
+    else:
+        from uma.report.plan import plan_text
+
+        print(plan_text(planned.plan, source.name))
+    return _fit_code(chosen, planned)
+
+
+def _fit_code(chosen: "RunOptions", planned: Planned) -> int:
+    if planned.plan.verdict != "exceeds" or chosen.force:
+        return 0
+    say(f"uma: {does_not_fit(planned).args[0]}")
+    return DoesNotFit.exit_code
+
+
+def located(chosen: "RunOptions") -> "ModelSource":
+    from uma.checkpoint.source import locate
+    from uma.plan.forms import DEFAULT_BITS
+
+    bits = chosen.bits
+    if bits is None and chosen.quant is None and chosen.mode is None:
+        bits = DEFAULT_BITS
+    return locate(chosen.model, bits=bits, quant=chosen.quant, revision=chosen.revision)
+
+
+def request_of(chosen: "RunOptions") -> "Request":
+    from uma.plan.inference import Request
+
+    return Request(
+        context_tokens=chosen.context,
+        prompt_tokens=chosen.prompt_tokens,
+        batch_size=chosen.batch_size,
+        prefill_step_size=chosen.prefill_step_size,
+        kv_bits=chosen.kv_bits,
+        kv_group_size=chosen.kv_group_size,
+        budget_bytes=chosen.budget_bytes,
+        reserve_bytes=chosen.reserve_bytes,
+    )
+
+
+def plan_of(
+    chosen: "RunOptions",
+    source: "ModelSource",
+    machine: "Machine",
+    extra: tuple[Any, ...] = (),
+) -> Planned:
+    """The plan for a source whose config or GGUF headers are known."""
+    from uma.architecture import architecture_from_config
+    from uma.plan.forms import forms_of
+    from uma.plan.inference import plan_inference
+
+    if source.config is None:
+        raise UnsupportedModel(f"{source.name}: its configuration is not known")
+    architecture = architecture_from_config(source.config)
+    forms = forms_of(
+        source,
+        architecture,
+        bits=chosen.bits,
+        mode=chosen.mode,
+        group_size=chosen.group_size,
+        float32_first=float32_first(chosen, machine),
+    )
+    if chosen.dequantize == "always":
+        forms = forms[:1]
+    return Planned(source, plan_inference(architecture, forms, request_of(chosen), machine, extra))
+
+
+def float32_first(chosen: "RunOptions", machine: "Machine") -> bool:
+    """Whether float32 weights are tried first: on MLX's CPU backend only."""
+    if machine.backend != "cpu" or chosen.dequantize == "never" or chosen.bits == 16:
+        return False
+    from uma.system.mlx_cpu import openblas_installed
+
+    return chosen.dequantize == "always" or openblas_installed()
+
+
+def does_not_fit(planned: Planned) -> DoesNotFit:
+    """What is missing, and what would fit, in the order in which it costs least."""
+    from uma.plan.advice import advice
+    from uma.units import format_gib
+
+    plan = planned.plan
+    line = (
+        f"{planned.source.name} needs {format_gib(plan.active_peak_bytes)} for "
+        f"{plan.workload.context_tokens:,} tokens of context; "
+    )
+    if plan.budget.user_bytes is not None and plan.active_peak_bytes > plan.budget.user_bytes:
+        line += f"your budget is {format_gib(plan.budget.user_bytes)}"
+    else:
+        line += f"the limit is {format_gib(plan.budget.limit_bytes)} ({plan.machine.limit_source})"
+    remedies = [*advice(plan, planned.source), "--force goes on anyway"]
+    return DoesNotFit("\n  ".join([line, *remedies]))
+
+
+def model_json(source: "ModelSource") -> dict[str, Any]:
+    """What the JSON documents say of a model."""
+    return {
+        "name": source.name,
+        "kind": source.kind,
+        "repo": source.repo,
+        "revision": source.revision if source.repo else None,
+        "model_type": (source.config or {}).get("model_type"),
+        "config_basis": source.config_basis,
+        "stored_bytes": source.weight_bytes,
+    }

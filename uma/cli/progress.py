@@ -1,0 +1,41 @@
+"""Progress on stderr: one line that is rewritten on a terminal, nothing elsewhere."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from uma.units import format_gib
+
+_INTERVAL_S = 0.1
+
+
+def say(text: str, quiet: bool = False) -> None:
+    """Tell a person something, beside the result."""
+    if not quiet:
+        print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(
+    label: str, *, quiet: bool = False, sizes: bool = False
+) -> Iterator[Callable[[int, int], None]]:
+    """A callback that takes what is done and the total; the line is wiped at the end."""
+    shown = not quiet and sys.stderr.isatty()
+    last = 0.0
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if not shown or (now - last < _INTERVAL_S and done < total):
+            return
+        last = now
+        amount = f"{format_gib(done)} of {format_gib(total)}" if sizes else f"{done:,} of {total:,}"
+        share = f" ({100 * done // total} %)" if total else ""
+        print(f"\r\x1b[K{label}: {amount}{share}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if shown and last:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

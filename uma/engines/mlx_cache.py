@@ -1,0 +1,171 @@
+"""Which cache mlx-lm gives each layer, whether it can be bounded, and whether it can be quantized.
+
+mlx-lm 0.32.2: ``make_prompt_cache`` in ``models/cache.py`` and ``make_cache`` of each module.
+"""
+
+from dataclasses import dataclass, replace
+
+from uma.architecture.layers import (
+    Architecture,
+    Attention,
+    LatentAttention,
+    Layer,
+    Mixer,
+    Recurrent,
+)
+from uma.memory.kv_cache import LayerCache, StateCache, TokenCache
+
+# Modules without ``make_cache``: every layer gets the same cache, sliding or not, and only these
+# honour ``max_kv_size`` (first 4 tokens kept).
+UNIFORM = frozenset(
+    "cohere deepseek_v2 deepseek_v3 gemma gemma2 glm4 glm4_moe kimi_k25 minimax mistral3 mixtral "
+    "olmo2 phi3 phimoe qwen2 qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe smollm3 "
+    "starcoder2".split()
+)
+KEPT_TOKENS = 4
+
+# Modules that cache the expanded keys and values of latent attention, not the latent.
+EXPANDED = frozenset({"deepseek_v2", "minicpm3"})
+
+# Modules that compute attention themselves and need plain arrays from their cache.
+OWN_ATTENTION = frozenset({"gemma2"})
+
+# Modules that hand keys and values from one layer to another as plain arrays.
+SHARED_ARRAYS = frozenset({"gemma4", "gemma4_text"})
+
+KV_BITS = (2, 4, 8)  # widths that QuantizedKVCache packs into whole 32-bit words
+
+
+@dataclass(frozen=True, slots=True)
+class KVQuantization:
+    """Layers whose cache ``--kv-bits`` can quantize, and why the others cannot."""
+
+    layers: tuple[int, ...]
+    kept: dict[int, str]
+
+    def __str__(self) -> str:
+        return f"quantized {len(self.layers)} of {len(self.layers) + len(self.kept)} layers"
+
+
+def honours_max_kv_size(architecture: Architecture) -> bool:
+    """Whether ``max_kv_size`` bounds the cache; mlx-lm ignores it for the other modules."""
+    return architecture.module in UNIFORM
+
+
+def layer_caches(
+    architecture: Architecture,
+    *,
+    max_kv_size: int | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+) -> tuple[LayerCache, ...]:
+    """The caches of every layer that holds one, in the order of mlx-lm's list."""
+    caches = [
+        LayerCache(i, tuple(_cache(architecture, mixer, max_kv_size) for mixer in layer.mixers))
+        for i, layer in enumerate(architecture.layers)
+        if _holds_cache(layer)
+    ]
+    if kv_bits is None:
+        return tuple(caches)
+    chosen = set(kv_quantization(architecture, kv_group_size).layers)
+    return tuple(
+        _quantized(cache, kv_bits, kv_group_size) if cache.layer in chosen else cache
+        for cache in caches
+    )
+
+
+def _holds_cache(layer: Layer) -> bool:
+    sources = [m.kv_source for m in layer.mixers if isinstance(m, Attention)]
+    return bool(layer.mixers) and all(source is None for source in sources)
+
+
+def _cache(
+    architecture: Architecture, mixer: Mixer, max_kv_size: int | None
+) -> TokenCache | StateCache:
+    if isinstance(mixer, Recurrent):
+        return StateCache(mixer.states)
+    widths = _widths(mixer, architecture.module in EXPANDED)
+    if architecture.module in UNIFORM:
+        if max_kv_size is None:
+            return TokenCache("KVCache", widths)
+        return TokenCache("RotatingKVCache", widths, max_kv_size, KEPT_TOKENS)
+    if isinstance(mixer, Attention) and mixer.sliding_window is not None:
+        return TokenCache("RotatingKVCache", widths, mixer.sliding_window)
+    if isinstance(mixer, Attention) and mixer.attention_chunk_size is not None:
+        return TokenCache("ChunkedKVCache", widths, mixer.attention_chunk_size)
+    return TokenCache("KVCache", widths)
+
+
+def _widths(mixer: Attention | LatentAttention, expanded: bool) -> tuple[tuple[int, int], ...]:
+    """(heads, dim) of the keys and of the values that are cached."""
+    if isinstance(mixer, Attention):
+        heads = mixer.num_key_value_heads
+        return ((heads, mixer.head_dim), (heads, mixer.v_head_dim))
+    if expanded:
+        heads, key_dim = mixer.num_attention_heads, mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
+        return ((heads, key_dim), (heads, mixer.v_head_dim))
+    return ((1, mixer.kv_lora_rank), (1, mixer.qk_rope_head_dim))
+
+
+def _quantized(layer: LayerCache, kv_bits: int, kv_group_size: int) -> LayerCache:
+    caches = tuple(
+        replace(cache, kv_bits=kv_bits, kv_group_size=kv_group_size)
+        if isinstance(cache, TokenCache) and cache.kind == "KVCache"
+        else cache
+        for cache in layer.caches
+    )
+    return replace(layer, caches=caches)
+
+
+def kv_quantization(architecture: Architecture, kv_group_size: int = 64) -> KVQuantization:
+    """The layers that ``--kv-bits`` can quantize, and the reason for each that it cannot."""
+    reasons = {
+        i: _kept_reason(architecture, i, layer, kv_group_size)
+        for i, layer in enumerate(architecture.layers)
+        if _holds_cache(layer)
+    }
+    return KVQuantization(
+        tuple(i for i, reason in reasons.items() if reason is None),
+        {i: reason for i, reason in reasons.items() if reason is not None},
+    )
+
+
+def _kept_reason(
+    architecture: Architecture, index: int, layer: Layer, kv_group_size: int
+) -> str | None:
+    """Why no cache of a layer can be quantized; ``None`` if one can."""
+    if architecture.module in OWN_ATTENTION:
+        return f"{architecture.module} computes attention without mlx-lm's quantized form"
+    if architecture.module in SHARED_ARRAYS and index in _sources(architecture):
+        return "its keys and values are read by other layers"
+    expanded = architecture.module in EXPANDED
+    reasons = [_mixer_reason(mixer, expanded, kv_group_size) for mixer in layer.mixers]
+    return None if None in reasons else reasons[-1]
+
+
+def _sources(architecture: Architecture) -> set[int | None]:
+    """Layers whose cache others read."""
+    return {
+        mixer.kv_source
+        for layer in architecture.layers
+        for mixer in layer.mixers
+        if isinstance(mixer, Attention)
+    }
+
+
+def _mixer_reason(mixer: Mixer, expanded: bool, kv_group_size: int) -> str | None:
+    if isinstance(mixer, LatentAttention):
+        if not expanded:
+            return "the cache holds the latent of latent attention"
+    elif not isinstance(mixer, Attention):
+        return "recurrent state"
+    elif mixer.sinks:
+        return "attention sinks"
+    elif mixer.sliding_window is not None:
+        return "sliding window"
+    elif mixer.attention_chunk_size is not None:
+        return "chunked attention"
+    for _, dim in _widths(mixer, expanded):
+        if dim % kv_group_size:
+            return f"head dimension {dim} is not whole groups of {kv_group_size}"
+    return None

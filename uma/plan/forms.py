@@ -1,0 +1,140 @@
+"""The forms in which a model's weights can be held, the preferred one first.
+
+A 16-bit model is quantized to 4 bits on load unless asked otherwise; a quantized one stays as it
+is stored. On MLX's CPU backend float32 comes first where it is the fast form and fits.
+"""
+
+from dataclasses import replace
+
+from uma.architecture.layers import Architecture
+from uma.checkpoint.safetensors import Header
+from uma.checkpoint.source import ModelSource
+from uma.engines import mlx
+from uma.errors import UsageError
+from uma.memory.term import MemoryTerm
+from uma.memory.weights import parameters, weight_bytes
+from uma.plan.inference import Form
+from uma.quantization import (
+    DTYPE_BYTES,
+    Quantization,
+    StoredQuantization,
+    quantization_for,
+    quantization_of_config,
+)
+
+DEFAULT_BITS = 4
+
+
+def forms_of(
+    source: ModelSource,
+    architecture: Architecture,
+    *,
+    bits: int | None = None,
+    mode: str | None = None,
+    group_size: int | None = None,
+    float32_first: bool = False,
+) -> tuple[Form, ...]:
+    """The forms to try, for a source whose ``config`` is known.
+
+    Raises:
+        UsageError: If the asked bits cannot be had from the stored weights.
+    """
+    stored = quantization_of_config(source.config or {})
+    asked = bits is not None or mode is not None or group_size is not None
+    if stored is not None:
+        wanted = quantization_for(bits, mode, group_size) if asked else None
+        form = _stored_form(source, architecture, stored, wanted, bits)
+    elif not asked and source.kind == "mlx":
+        form = _full_form(source, architecture)
+    else:
+        wanted = quantization_for(bits or (None if mode else DEFAULT_BITS), mode, group_size)
+        form = (
+            _full_form(source, architecture)
+            if wanted is None
+            else _quantized_form(source, architecture, wanted)
+        )
+    return (_float32_form(architecture, form), form) if float32_first else (form,)
+
+
+def _stored_form(
+    source: ModelSource,
+    architecture: Architecture,
+    stored: StoredQuantization,
+    wanted: Quantization | None,
+    bits: int | None,
+) -> Form:
+    """As stored; or requantized, where fewer bits are asked."""
+    if bits == 16 or (wanted is not None and wanted.bits > stored.default.bits):
+        raise UsageError(
+            f"{source.name} holds {stored.default.bits}-bit weights; more bits cannot be had from "
+            "them: leave --bits out, or give the 16-bit model"
+        )
+    if wanted is not None and wanted != stored.default:
+        return _quantized_form(source, architecture, wanted)
+    weights = _from_headers(source.headers, architecture) or weight_bytes(
+        architecture, stored, DTYPE_BYTES[architecture.dtype]
+    )
+    return Form(str(stored.default), weights, DTYPE_BYTES[architecture.dtype])
+
+
+def _full_form(source: ModelSource, architecture: Architecture) -> Form:
+    width = DTYPE_BYTES[architecture.dtype]
+    weights = _from_headers(source.headers, architecture) or weight_bytes(architecture, None, width)
+    return Form(architecture.dtype, weights, width)
+
+
+def _quantized_form(
+    source: ModelSource, architecture: Architecture, quantization: Quantization
+) -> Form:
+    width = DTYPE_BYTES[architecture.dtype]
+    weights = weight_bytes(architecture, quantization, width)
+    if source.kind != "catalog":
+        weights = replace(weights, source=f"config shapes x {quantization}")
+    load = mlx.load_terms(
+        architecture, weights, quantization=quantization, source_dtype_bytes=width
+    )
+    notes = () if source.path is None else (f"quantized to {quantization} while it is loaded",)
+    return Form(str(quantization), weights, width, load, notes, quantization=quantization)
+
+
+def _float32_form(architecture: Architecture, base: Form) -> Form:
+    """Every parameter as float32: what MLX's CPU backend multiplies fastest."""
+    weights = weight_bytes(architecture, None, 4)
+    times = weights.size_bytes / base.weights.size_bytes
+    load = mlx.load_terms(architecture, weights, quantization=None, source_dtype_bytes=4)
+    note = (
+        f"held as float32, {times:.1f} times the bytes of {base.name}: MLX's CPU backend is "
+        "faster with it (--dequantize never keeps the stored form)"
+    )
+    return Form(
+        "float32",
+        replace(weights, source="config shapes x float32"),
+        4,
+        load,
+        (note,),
+        dequantize=True,
+    )
+
+
+def _from_headers(headers: tuple[Header, ...], architecture: Architecture) -> MemoryTerm | None:
+    """The bytes of the tensors that the model loads, if the files name them as mlx-lm does."""
+    names = {p.name for p in parameters(architecture)}
+    held: set[str] = set()
+    size_bytes = 0
+    for header in headers:
+        for tensor in header.tensors:
+            name = _parameter_name(tensor.name)
+            if name in names:
+                held.add(name)
+                size_bytes += tensor.size_bytes
+    return (
+        MemoryTerm("weights", size_bytes, "exact", "safetensors headers") if held == names else None
+    )
+
+
+def _parameter_name(tensor: str) -> str:
+    """A tensor's name as ``Parameter`` has it: without ``.weight``, ``.scales`` or ``.biases``."""
+    for ending in (".weight", ".scales", ".biases"):
+        if tensor.endswith(ending):
+            return tensor.removesuffix(ending)
+    return tensor

@@ -1,0 +1,240 @@
+"""The plan of one run on one machine: form of the weights, context, prefill step, ledger, verdict."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from uma.architecture.layers import Architecture
+from uma.engines import mlx
+from uma.ledger import Ledger, Verdict, peak
+from uma.machine import Budget, Machine, budget_of, verdict
+from uma.memory.term import MemoryTerm
+from uma.plan.limits import cache_limit_bytes
+from uma.quantization import Quantization
+from uma.workload import DEFAULT_KV_GROUP_SIZE, DEFAULT_PREFILL_STEP_SIZE, Inference
+
+DEFAULT_CONTEXT_TOKENS = 32_768
+SMALLEST_PREFILL_STEP = 64  # a smaller chunk saves little: what one token needs dominates
+CONTEXT_STEP = 256  # mlx-lm 0.32.2, models/cache.py: caches grow by this many tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The weights as they will be held: their format's name, their term, the activations' width.
+
+    ``load_terms`` are what making the form takes on top, while it is being loaded: quantizing to
+    ``quantization``, or dequantizing to float32.
+    """
+
+    name: str
+    weights: MemoryTerm
+    activation_bytes: int
+    load_terms: tuple[MemoryTerm, ...] = ()
+    notes: tuple[str, ...] = ()
+    quantization: Quantization | None = None
+    dequantize: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked; ``None`` leaves a choice to the plan."""
+
+    context_tokens: int | None = None
+    prompt_tokens: int | None = None
+    batch_size: int = 1
+    prefill_step_size: int | None = None
+    kv_bits: int | None = None
+    kv_group_size: int = DEFAULT_KV_GROUP_SIZE
+    budget_bytes: int | None = None
+    reserve_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InferencePlan:
+    """A decided run. ``active_peak_bytes`` is the peak without MLX's pool of freed buffers."""
+
+    architecture: Architecture
+    machine: Machine
+    form: Form
+    workload: Inference
+    budget: Budget
+    ledger: Ledger
+    active_peak_bytes: int
+    largest_buffer_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.ledger.verdict
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What stays the same while context and prefill step are searched."""
+
+    architecture: Architecture
+    form: Form
+    machine: Machine
+    extra: tuple[MemoryTerm, ...]
+
+    def terms(self, workload: Inference) -> tuple[MemoryTerm, ...]:
+        terms = mlx.inference_terms(
+            self.architecture,
+            self.form.weights,
+            workload,
+            backend=self.machine.backend,
+            activation_bytes=self.form.activation_bytes,
+        )
+        return (*terms, *self.form.load_terms, *self.extra)
+
+    def peak_bytes(self, workload: Inference) -> int:
+        return peak(self.terms(workload))[1]
+
+
+def plan_inference(
+    architecture: Architecture,
+    forms: Sequence[Form],
+    request: Request,
+    machine: Machine,
+    extra: tuple[MemoryTerm, ...] = (),
+) -> InferencePlan:
+    """The plan with the first of ``forms`` that fits the budget, else with the last.
+
+    The context is the asked one, else the smallest of the model's maximum, 32,768, and the largest
+    that fits. The prefill step is the asked one or 2,048, halved as often as it takes to fit.
+    ``extra`` are terms beside the model's own, such as a draft model's.
+    """
+    budget = budget_of(
+        machine, user_budget_bytes=request.budget_bytes, reserve_bytes=request.reserve_bytes
+    )
+    *preferred, last = [_Case(architecture, form, machine, extra) for form in forms]
+    for case in preferred:
+        plan = _plan(case, request, budget)
+        if plan.verdict == "fits":
+            return plan
+    return _plan(last, request, budget)
+
+
+def with_tokens(plan: InferencePlan, prompt_tokens: int, context_tokens: int) -> InferencePlan:
+    """The same plan for the tokens that a run really used."""
+    case = _Case(plan.architecture, plan.form, plan.machine, _extra_terms(plan))
+    workload = replace(plan.workload, prompt_tokens=prompt_tokens, context_tokens=context_tokens)
+    pool = next((t for t in plan.ledger.terms if t.name == "buffer_pool"), None)
+    return _finished(case, workload, plan.budget, plan.notes, pool)
+
+
+def _extra_terms(plan: InferencePlan) -> tuple[MemoryTerm, ...]:
+    names = ("draft_weights", "draft_kv_cache", "saved_prompts", "adapters")
+    return tuple(t for t in plan.ledger.terms if t.name in names)
+
+
+def _plan(case: _Case, request: Request, budget: Budget) -> InferencePlan:
+    workload = _decided(case, request, budget)
+    notes = list(case.form.notes)
+    asked_step = request.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
+    if workload.prefill_step_size < min(asked_step, workload.longest_prompt_tokens):
+        notes.append(
+            f"prefill step lowered from {asked_step:,} to {workload.prefill_step_size:,} tokens "
+            "to fit"
+        )
+    longest = case.architecture.max_position_embeddings
+    if longest is not None and workload.context_tokens > longest:
+        notes.append(f"the model was made for {longest:,} tokens of context")
+    return _finished(case, workload, budget, tuple(notes), None)
+
+
+def _finished(
+    case: _Case,
+    workload: Inference,
+    budget: Budget,
+    notes: tuple[str, ...],
+    pool: MemoryTerm | None,
+) -> InferencePlan:
+    terms = case.terms(workload)
+    active_peak_bytes = peak(terms)[1]
+    pool = pool or MemoryTerm(
+        "buffer_pool",
+        cache_limit_bytes(active_peak_bytes, budget, case.machine),
+        "bound",
+        "MLX's cache limit, set for the run",
+    )
+    # The pool is what the budget has left over: it never decides whether a run fits.
+    ledger = Ledger(
+        (*terms, pool),
+        budget.budget_bytes,
+        budget.limit_bytes,
+        verdict(active_peak_bytes, budget),
+    )
+    largest = mlx.largest_buffer_bytes(
+        case.architecture,
+        case.form.weights,
+        workload,
+        backend=case.machine.backend,
+        activation_bytes=case.form.activation_bytes,
+    )
+    return InferencePlan(
+        case.architecture,
+        case.machine,
+        case.form,
+        workload,
+        budget,
+        ledger,
+        active_peak_bytes,
+        largest,
+        notes,
+    )
+
+
+def _decided(case: _Case, request: Request, budget: Budget) -> Inference:
+    """Context and prefill step: the most that fits the budget, else the limit, else what is asked."""
+    longest = case.architecture.max_position_embeddings or DEFAULT_CONTEXT_TOKENS
+    wanted = Inference(
+        context_tokens=request.context_tokens or min(longest, DEFAULT_CONTEXT_TOKENS),
+        prompt_tokens=request.prompt_tokens,
+        batch_size=request.batch_size,
+        kv_bits=request.kv_bits,
+        kv_group_size=request.kv_group_size,
+    )
+    asked_step = request.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
+    candidates = [replace(wanted, prefill_step_size=step) for step in _halvings(asked_step)]
+    limits = [budget.budget_bytes]
+    if not budget.user:
+        limits.append(budget.limit_bytes)
+    for limit_bytes in limits:
+        for workload in candidates:
+            if case.peak_bytes(workload) <= limit_bytes:
+                return workload
+        if request.context_tokens is None:
+            shorter = _shorter(case, candidates, limit_bytes)
+            if shorter is not None:
+                return shorter
+    return candidates[-1]
+
+
+def _halvings(step: int) -> list[int]:
+    """``step``, its half, and so on down to 64.
+
+    >>> _halvings(300)
+    [300, 150, 75]
+    """
+    steps = [step]
+    while steps[-1] // 2 >= SMALLEST_PREFILL_STEP:
+        steps.append(steps[-1] // 2)
+    return steps
+
+
+def _shorter(case: _Case, candidates: Sequence[Inference], limit_bytes: int) -> Inference | None:
+    """The longest context within ``limit_bytes``, at a step that does not hamper the speed much.
+
+    A quarter of the default step keeps prefill near its full rate; the smaller steps are only for
+    contexts that the user insists on.
+    """
+    workload = candidates[min(2, len(candidates) - 1)]
+    low, high = 0, workload.context_tokens // CONTEXT_STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        trial = replace(workload, context_tokens=middle * CONTEXT_STEP)
+        if case.peak_bytes(trial) <= limit_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return replace(workload, context_tokens=low * CONTEXT_STEP) if low else None

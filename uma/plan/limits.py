@@ -1,0 +1,155 @@
+"""What MLX is told before a run: how much to wire, to keep in its pool, and to hold at once.
+
+Decisions only, from sizes; ``uma.runtime`` sets them and restores what was there.
+"""
+
+from dataclasses import dataclass
+
+from uma.machine import Budget, Machine, default_reserve_bytes
+from uma.system.darwin import macos_major
+from uma.units import GIB, MIB, format_gib
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Arguments of MLX's three setters; a wired limit of ``None`` is left alone."""
+
+    wired_limit_bytes: int | None
+    cache_limit_bytes: int
+    memory_limit_bytes: int
+    notes: tuple[str, ...] = ()
+
+
+def mlx_limits(
+    predicted_peak_bytes: int,
+    weights_bytes: int,
+    budget: Budget,
+    machine: Machine,
+    *,
+    wire: bool = True,
+    largest_output_bytes: int = 0,
+) -> Limits:
+    """Limits that keep a run at its predicted peak.
+
+    ``predicted_peak_bytes`` is what MLX holds in arrays, the pool not counted.
+    MLX compares active memory with the memory limit after allocating an operation's output
+    (mlx 0.32.4, ``transforms.cpp``, ``eval_impl``), so the limit lies below the peak by the
+    largest single output. It is never below the weights, where each operation would wait.
+    """
+    wired: int | None = None
+    notes: tuple[str, ...] = ()
+    if wire and machine.backend == "metal":
+        wired, notes = _wired_limit(predicted_peak_bytes, budget, machine)
+    held = min(predicted_peak_bytes - largest_output_bytes, budget.limit_bytes)
+    return Limits(
+        wired_limit_bytes=wired,
+        cache_limit_bytes=cache_limit_bytes(predicted_peak_bytes, budget, machine),
+        memory_limit_bytes=max(weights_bytes, held),
+        notes=notes,
+    )
+
+
+def cache_limit_bytes(peak_bytes: int, budget: Budget, machine: Machine) -> int:
+    """Bytes of freed buffers that MLX may keep for reuse.
+
+    On the processor 1/32 of the peak, from 8 to 32 MiB (MLX's own default there); on Metal, where
+    MLX's default is the whole memory limit, 1/8 of it and at least 64 MiB. Never more than the
+    budget leaves above the peak, so that the two together stay within it; a run that is above
+    its budget already gets the smallest pool.
+    """
+    smallest = 8 * MIB
+    if machine.backend == "metal":
+        wanted = max(peak_bytes // 8, 64 * MIB)
+    else:
+        wanted = min(max(peak_bytes // 32, smallest), 32 * MIB)
+    headroom = budget.budget_bytes - peak_bytes
+    return min(wanted, headroom) if headroom >= 0 else smallest
+
+
+def _wired_limit(
+    peak_bytes: int, budget: Budget, machine: Machine
+) -> tuple[int | None, tuple[str, ...]]:
+    """Bytes that macOS must keep resident: what the run needs and an eighth, if there is room.
+
+    Unwired, large models decode 40 to 150 times slower (vmlx-swift issue 418): where not
+    everything can be wired, the most that can is. At 16 GiB and below it is all or nothing.
+    """
+    major = macos_major(machine.os_version)
+    if major is not None and major < 15:
+        return None, (f"macOS {machine.os_version} cannot keep a model wired; macOS 15 can",)
+    reserve = _reserve_bytes(budget, machine)
+    room = machine.memory_bytes - reserve
+    ceilings = [
+        (machine.limit_bytes, "device ceiling"),
+        (room, f"leaves {format_gib(reserve)} to the system"),
+    ]
+    if budget.user_bytes is not None:
+        ceilings.append((budget.user_bytes, "your budget"))
+    ceiling, reason = min(ceilings)
+    if peak_bytes <= ceiling:
+        return min(peak_bytes + peak_bytes // 8, ceiling), ()
+    if room < peak_bytes and machine.memory_bytes <= 16 * GIB:
+        return None, (
+            f"not wired: {format_gib(peak_bytes)} would leave less than {format_gib(reserve)} "
+            f"of {format_gib(machine.memory_bytes)} to the system; expect slower answers",
+        )
+    return ceiling, (
+        f"wired limit: requested {format_gib(peak_bytes)}, using {format_gib(ceiling)} ({reason})",
+    )
+
+
+def wired_limit_advice(
+    needed_bytes: int, machine: Machine, *, reserve_bytes: int | None = None
+) -> str | None:
+    """How to raise the GPU limit just enough, for a person to run; ``None`` if that is no help.
+
+    The value is the smallest whole number of MiB that holds ``needed_bytes``. It is withheld,
+    and the reason told, when it would take from the system's reserve.
+    """
+    if machine.backend != "metal":
+        return None
+    limit = machine.limit_high_bytes or machine.limit_bytes
+    if needed_bytes <= limit or needed_bytes > machine.memory_bytes:
+        return None
+    reserve = default_reserve_bytes(machine) if reserve_bytes is None else reserve_bytes
+    value = smallest_wired_limit_mb(needed_bytes)
+    left = machine.memory_bytes - value * MIB
+    if left < reserve:
+        return (
+            f"Raising the GPU limit is not advised: {format_gib(needed_bytes)} would leave "
+            f"{format_gib(left)} of {format_gib(machine.memory_bytes)} to the system, "
+            f"which needs {format_gib(reserve)}."
+        )
+    return (
+        f"sudo sysctl iogpu.wired_limit_mb={value}\n"
+        f"  raises the GPU limit from {format_gib(limit)} to {format_gib(value * MIB)} until the "
+        f"next restart and leaves {format_gib(left)} to the system.\n"
+        "  To keep it, run the same command at start from a LaunchDaemon "
+        "(/Library/LaunchDaemons); recent macOS ignores /etc/sysctl.conf.\n"
+        "  To undo it: sudo sysctl iogpu.wired_limit_mb=0"
+    )
+
+
+def smallest_wired_limit_mb(needed_bytes: int) -> int:
+    """The smallest value of ``iogpu.wired_limit_mb``, in MiB, whose limit holds ``needed_bytes``.
+
+    >>> smallest_wired_limit_mb(100 * MIB), smallest_wired_limit_mb(100 * MIB + 1)
+    (100, 101)
+    """
+    return -(-needed_bytes // MIB)
+
+
+def limit_table(budget: Budget, limits: Limits | None = None) -> list[tuple[str, int]]:
+    """All lines that bound a run, in bytes, and last the effective one with the rule that won."""
+    rows = list(budget.lines)
+    if limits is not None:
+        rows.append(("memory limit of MLX", limits.memory_limit_bytes))
+        rows.append(("pool limit of MLX", limits.cache_limit_bytes))
+        if limits.wired_limit_bytes is not None:
+            rows.append(("wired limit of MLX", limits.wired_limit_bytes))
+    return [*rows, (f"effective budget ({budget.winner})", budget.budget_bytes)]
+
+
+def _reserve_bytes(budget: Budget, machine: Machine) -> int:
+    own = budget.reserve_bytes
+    return default_reserve_bytes(machine) if own is None else own

@@ -1,0 +1,56 @@
+"""A plan as text and as JSON."""
+
+from dataclasses import asdict
+from typing import Any
+
+from uma.machine import Machine
+from uma.plan.inference import InferencePlan
+from uma.report.ledger import ledger_text
+from uma.units import format_gib
+
+SCHEMA_VERSION = 1
+
+
+def plan_text(plan: InferencePlan, model_name: str) -> str:
+    """The plan before anything is loaded: what, where, the ledger, and what to know."""
+    lines = [
+        f"{model_name}: {plan.form.name}, on {plan.machine.name}",
+        settings_text(plan),
+        "",
+        ledger_text(plan.ledger, plan.budget.winner),
+    ]
+    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+
+
+def settings_text(plan: InferencePlan) -> str:
+    """Context, prefill step and precisions on one line."""
+    workload = plan.workload
+    cache = (
+        f"{workload.kv_bits}-bit" if workload.kv_bits else f"{8 * plan.form.activation_bytes}-bit"
+    )
+    return (
+        f"context {workload.context_tokens:,} tokens, prefill step {workload.prefill_step_size:,}, "
+        f"weights {plan.form.name}, KV cache {cache}, "
+        f"largest buffer {format_gib(plan.largest_buffer_bytes)}"
+    )
+
+
+def plan_json(plan: InferencePlan, model: dict[str, Any]) -> dict[str, Any]:
+    """The parts of ``uma run --json`` that are known before the run."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": model,
+        "machine": machine_json(plan.machine),
+        "settings": settings_json(plan),
+        "ledger": plan.ledger.to_json(),
+        "largest_buffer_bytes": plan.largest_buffer_bytes,
+        "notes": list(plan.notes),
+    }
+
+
+def machine_json(machine: Machine) -> dict[str, Any]:
+    return asdict(machine)
+
+
+def settings_json(plan: InferencePlan) -> dict[str, Any]:
+    return asdict(plan.workload) | {"form": plan.form.name, "budget_source": plan.budget.winner}

@@ -1,0 +1,182 @@
+"""On Linux, a fast BLAS under MLX's CPU backend.
+
+The mlx-cpu wheel links the reference BLAS. The dynamic linker takes ``cblas_sgemm`` from the first
+library that was loaded globally, so an OpenBLAS loaded before ``mlx.core`` replaces it. PyPI's
+``cmeel-openblas`` brings one with plain symbol names; it asks for ``libgfortran.so.5``, which a
+bare machine lacks but the mlx-cpu wheel carries under a name of its own. A copy of that file that
+answers to the plain name, kept in uma's cache, closes the gap.
+"""
+
+import ctypes
+import os
+import struct
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_GFORTRAN = "libgfortran.so.5"
+_OPENBLAS = "libopenblas.so.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Blas:
+    """Which library multiplies float32 matrices on MLX's CPU backend.
+
+    ``reason`` says why it is not OpenBLAS, and what that costs.
+    """
+
+    name: str
+    openblas: bool
+    threads: int | None = None
+    reason: str | None = None
+
+
+def prepare_cpu(cache_folder: Path) -> Blas:
+    """Load OpenBLAS for MLX to use; call it before anything imports ``mlx.core``.
+
+    Elsewhere than on Linux nothing is done: MLX uses Accelerate on macOS. Nothing raises: what
+    went wrong is the ``reason`` of the result. ``OPENBLAS_NUM_THREADS`` is honoured, else there is
+    a thread for each physical core that the process may use, if that is measured to be faster.
+    """
+    if sys.platform != "linux":
+        return Blas("Accelerate" if sys.platform == "darwin" else "unknown", openblas=False)
+    if loaded := _in_force():
+        return loaded
+    if "mlx.core" in sys.modules:
+        return _reference("mlx was imported before OpenBLAS could be loaded")
+    library = _installed()
+    try:
+        if library is None:
+            ctypes.CDLL(_OPENBLAS, ctypes.RTLD_GLOBAL)
+        else:
+            _load(library, cache_folder)
+    except OSError as error:
+        where = "not installed" if library is None else f"not loaded ({error})"
+        return _reference(f"OpenBLAS is {where}")
+    if "OPENBLAS_NUM_THREADS" not in os.environ:
+        _choose_threads(physical_cores())
+    return _in_force() or _reference("the OpenBLAS found lacks cblas_sgemm")
+
+
+def physical_cores() -> int:
+    """Cores that this process may run on, each counted once however many threads it has."""
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/core_cpus_list")
+        cores.add(path.read_text() if path.is_file() else str(cpu))
+    return len(cores)
+
+
+def _choose_threads(cores: int) -> None:
+    """All cores, unless one thread does as well.
+
+    OpenBLAS's threads wait for each other in a loop: on cores that other programs use, two took
+    22 ms where one took 1.5 (64x576x1536, 2 cores under load). The slowest of a few tries counts.
+    """
+    names = ctypes.CDLL(None)
+    rows, inner, columns = 64, 512, 512
+    a = (ctypes.c_float * (rows * inner))()
+    b = (ctypes.c_float * (inner * columns))()
+    c = (ctypes.c_float * (rows * columns))()
+    one, zero = ctypes.c_float(1), ctypes.c_float(0)
+
+    def slowest(threads: int, tries: int = 4) -> float:
+        names.openblas_set_num_threads(threads)
+        times = []
+        for _ in range(tries + 1):
+            start = time.perf_counter()
+            # 101 and 111: CblasRowMajor and CblasNoTrans, as in cblas.h.
+            names.cblas_sgemm(
+                101, 111, 111, rows, columns, inner, one, a, inner, b, columns, zero, c, columns
+            )
+            times.append(time.perf_counter() - start)
+        return max(times[1:])
+
+    if cores > 1 and slowest(1) < 1.2 * slowest(cores):
+        names.openblas_set_num_threads(1)
+
+
+def _reference(reason: str) -> Blas:
+    # 512x576x1536 in float32 on 2 cores of an AMD EPYC (Zen 4): 242 ms against 5 to 8.
+    lost = "float32 matrices multiply about 30 times slower; `pip install cmeel-openblas` helps"
+    return Blas("reference BLAS", openblas=False, reason=f"{reason}: {lost}")
+
+
+def _in_force() -> Blas | None:
+    """OpenBLAS, if the process-wide names lead to it."""
+    try:
+        names = ctypes.CDLL(None)
+        config, threads = names.openblas_get_config, names.openblas_get_num_threads
+        names.cblas_sgemm  # noqa: B018  looked up: AttributeError where it is missing
+    except AttributeError:
+        return None
+    config.restype = ctypes.c_char_p
+    version = " ".join(config().decode("ascii", "replace").split()[:2])
+    return Blas(version, openblas=True, threads=threads())
+
+
+def _installed() -> Path | None:
+    """cmeel-openblas's library on ``sys.path``."""
+    paths = (Path(p) / "cmeel.prefix" / "lib" / _OPENBLAS for p in sys.path if p)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _load(library: Path, cache_folder: Path) -> None:
+    try:
+        ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+        return
+    except OSError as error:
+        if _GFORTRAN not in str(error):
+            raise
+    carried = library.parents[2] / "mlx_cpu.libs"
+    for quadmath in carried.glob("libquadmath*.so*"):
+        ctypes.CDLL(str(quadmath), ctypes.RTLD_GLOBAL)
+    gfortran = next(carried.glob("libgfortran*.so*"), None)
+    if gfortran is None:
+        raise OSError(f"{_GFORTRAN} is neither on the system nor in {carried}")
+    ctypes.CDLL(str(_under_plain_name(gfortran, cache_folder)), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+
+
+def _under_plain_name(library: Path, cache_folder: Path) -> Path:
+    """A copy of ``library`` that the linker accepts as ``libgfortran.so.5``, made once."""
+    # The wheel's name for the file ends in a hash of its content.
+    folder = cache_folder / "blas" / f"{library.name}-{library.stat().st_size}"
+    copy = folder / _GFORTRAN
+    if not copy.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{_GFORTRAN}.{os.getpid()}"
+        partial.write_bytes(with_soname(library.read_bytes(), _GFORTRAN))
+        os.replace(partial, copy)
+    return copy
+
+
+def with_soname(elf: bytes, name: str) -> bytes:
+    """The 64-bit little-endian shared object ``elf`` with the string of its DT_SONAME replaced.
+
+    Offsets are those of the ELF-64 specification: e_phoff at 32, program headers of 56 bytes,
+    dynamic entries of 16.
+
+    Raises:
+        OSError: If it is another kind of file, has no DT_SONAME, or the name does not fit.
+    """
+    if elf[:6] != b"\x7fELF\x02\x01":
+        raise OSError("not a 64-bit little-endian ELF file")
+    start, count = struct.unpack_from("<Q", elf, 32)[0], struct.unpack_from("<H", elf, 56)[0]
+    headers = [struct.unpack_from("<IIQQQQQQ", elf, start + 56 * i) for i in range(count)]
+    dynamic = next((h for h in headers if h[0] == 2), None)
+    entries = {}
+    if dynamic is not None:
+        _, _, offset, _, _, size, _, _ = dynamic
+        entries = dict(struct.iter_unpack("<QQ", elf[offset : offset + size]))
+    if 5 not in entries or 14 not in entries:
+        raise OSError("no DT_STRTAB or no DT_SONAME")
+    table = entries[5]
+    at = next(h[2] + table - h[3] for h in headers if h[0] == 1 and h[3] <= table < h[3] + h[5])
+    at += entries[14]
+    room = elf.index(b"\0", at) - at
+    new = name.encode()
+    if len(new) > room:
+        raise OSError(f"{name} is longer than the name it replaces")
+    return elf[:at] + new.ljust(room, b"\0") + elf[at + room :]

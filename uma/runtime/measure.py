@@ -1,0 +1,84 @@
+"""The measured side of the ledger: what MLX held, by phase, and what the caches hold."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True, slots=True)
+class MlxMemory:
+    """MLX's counters in bytes: arrays in use, their peak, and freed buffers kept for reuse."""
+
+    active_bytes: int
+    peak_bytes: int
+    pool_bytes: int
+
+
+def mlx_memory() -> MlxMemory:
+    """The counters now (mlx ``get_active_memory``, ``get_peak_memory``, ``get_cache_memory``)."""
+    return MlxMemory(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
+
+
+@dataclass(slots=True)
+class PhaseMeter:
+    """Peaks of active memory by phase, and the highest active + pool of the whole time.
+
+    Call ``enter`` with the name of the phase that begins; ``finish`` ends the last one. MLX keeps
+    an exact peak of active memory, which is read and reset at each border; it keeps none of active
+    plus pool, which a thread samples every ``interval_s`` seconds.
+    """
+
+    interval_s: float = 0.002
+    peaks: dict[str, int] = field(default_factory=dict)
+    active_and_pool_bytes: int = 0
+    _phase: str | None = None
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def enter(self, phase: str) -> None:
+        self._close()
+        self._phase = phase
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._sample, daemon=True)
+            self._thread.start()
+
+    def finish(self) -> None:
+        self._close()
+        self._phase = None
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest active memory of all phases."""
+        return max(self.peaks.values(), default=0)
+
+    def _close(self) -> None:
+        self._note()
+        if self._phase is not None:
+            peak = max(self.peaks.get(self._phase, 0), mx.get_peak_memory())
+            self.peaks[self._phase] = peak
+        mx.reset_peak_memory()
+
+    def _note(self) -> None:
+        held = mx.get_active_memory() + mx.get_cache_memory()
+        self.active_and_pool_bytes = max(self.active_and_pool_bytes, held)
+
+    def _sample(self) -> None:
+        while not self._stop.wait(self.interval_s):
+            self._note()
+
+
+def measured_by(phase_meter: PhaseMeter) -> Callable[[str], None]:
+    """The callback that ``uma.runtime.generate.generate`` takes as ``on_phase``."""
+
+    def on_phase(phase: str) -> None:
+        if phase == "end":
+            phase_meter.finish()
+        else:
+            phase_meter.enter(phase)
+
+    return on_phase

@@ -1,0 +1,188 @@
+"""A model loaded by its plan, under its limits; each answer leaves a measured ledger."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from uma.ledger import Ledger
+from uma.plan.inference import InferencePlan, with_tokens
+from uma.plan.limits import Limits, mlx_limits
+from uma.runtime.cache import PromptCache, prompt_cache
+from uma.runtime.generate import Draft, Piece, Settings, Stats, generate
+from uma.runtime.limits import memory_limits
+from uma.runtime.load import LoadedModel, Progress, load
+from uma.runtime.measure import PhaseMeter, measured_by
+
+
+@dataclass(slots=True)
+class Session:
+    """A model ready to answer. ``load_peak_bytes`` is the most that loading held."""
+
+    plan: InferencePlan
+    limits: Limits
+    loaded: LoadedModel
+    cache: PromptCache
+    draft: Draft | None
+    load_s: float
+    load_peak_bytes: int
+
+
+@dataclass(slots=True)
+class Measured:
+    """Filled in while one answer is generated."""
+
+    meter: PhaseMeter
+    stats: Stats | None = None
+
+
+@contextmanager
+def open_session(
+    plan: InferencePlan,
+    folder: Path,
+    *,
+    wire: bool = True,
+    adapter_path: Path | None = None,
+    draft_folder: Path | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Session]:
+    """Load the model of ``folder`` as ``plan`` says, within its limits, which end with the block."""
+    limits = mlx_limits(
+        plan.active_peak_bytes,
+        plan.form.weights.size_bytes,
+        plan.budget,
+        plan.machine,
+        wire=wire,
+        largest_output_bytes=plan.largest_output_bytes,
+    )
+    with memory_limits(
+        wired=limits.wired_limit_bytes,
+        cache=limits.cache_limit_bytes,
+        memory=limits.memory_limit_bytes,
+    ):
+        start = time.perf_counter()
+        mx.reset_peak_memory()
+        loaded = load(
+            folder,
+            quantization=plan.form.quantization,
+            dequantize_to="float32" if plan.form.dequantize else None,
+            adapter_path=adapter_path,
+            progress=progress,
+        )
+        cache = _cache(plan, loaded)
+        draft = None
+        if draft_folder is not None:
+            draft_loaded = load(draft_folder)
+            draft = Draft(draft_loaded, _cache(plan, draft_loaded, draft=True))
+        mx.clear_cache()
+        load_s, load_peak = time.perf_counter() - start, mx.get_peak_memory()
+        yield Session(plan, limits, loaded, cache, draft, load_s, load_peak)
+
+
+def _cache(plan: InferencePlan, loaded: LoadedModel, *, draft: bool = False) -> PromptCache:
+    workload = plan.workload
+    return prompt_cache(
+        loaded.model,
+        context_tokens=workload.context_tokens,
+        kv_bits=None if draft else workload.kv_bits,
+        kv_group_size=workload.kv_group_size,
+    )
+
+
+def answer(
+    session: Session,
+    prompt_tokens: list[int],
+    settings: Settings,
+    measured: Measured,
+    on_prefill: Callable[[int, int], None] | None = None,
+) -> Iterator[Piece]:
+    """The pieces of one answer; ``measured`` has its statistics and peaks afterwards."""
+    try:
+        for piece in generate(
+            session.loaded,
+            prompt_tokens,
+            session.cache,
+            settings,
+            draft=session.draft,
+            on_prefill=on_prefill,
+            on_phase=measured_by(measured.meter),
+        ):
+            measured.stats = piece.stats or measured.stats
+            yield piece
+    finally:
+        measured.meter.finish()
+
+
+def measured_ledger(session: Session, measured: Measured) -> Ledger:
+    """The plan's terms for the tokens that were really used, each beside what was measured of it.
+
+    The verdict stays that of the context asked for.
+    """
+    stats = measured.stats
+    plan = session.plan
+    if stats is not None:
+        used = stats.prompt_tokens + stats.generation_tokens
+        plan = with_tokens(plan, stats.prompt_tokens, used)
+    found: dict[tuple[str, str], int] = {("weights", "always"): session.loaded.weights_bytes}
+    if stats is not None:
+        found |= _cache_bytes(session.cache, stats)
+        found |= _transient_bytes(plan.ledger, found, measured.meter.peaks)
+    found["buffer_pool", "always"] = measured.meter.pool_bytes
+    return replace(
+        plan.ledger,
+        verdict=session.plan.verdict,
+        measured=found,
+        measured_peak_bytes=max(
+            measured.meter.active_and_pool_bytes, measured.meter.peak_bytes, session.load_peak_bytes
+        ),
+    )
+
+
+def _cache_bytes(cache: PromptCache, stats: Stats) -> dict[tuple[str, str], int]:
+    """Bytes of recurrent states, which are constant, and of the rest, which grows."""
+    state = cache.state_nbytes
+    found = {
+        ("kv_cache", "prefill"): stats.prefill_cache_bytes - state,
+        ("kv_cache", "decode"): stats.cache_bytes - state,
+    }
+    if state:
+        found |= {("recurrent_state", "prefill"): state, ("recurrent_state", "decode"): state}
+        found["recurrent_state", "always"] = state
+    return found
+
+
+_TRANSIENT = ("activations", "attention", "logits")
+
+
+def _transient_bytes(
+    ledger: Ledger, found: dict[tuple[str, str], int], peaks: dict[str, int]
+) -> dict[tuple[str, str], int]:
+    """What a phase's peak held beside weights and caches, where a single term stands for it."""
+    result: dict[tuple[str, str], int] = {}
+    for phase, peak_bytes in peaks.items():
+        names = [t.name for t in ledger.terms if t.phase == phase and t.name in _TRANSIENT]
+        if len(names) == 1:
+            held = sum(
+                found.get((t.name, t.phase), 0)
+                for t in ledger.terms
+                if t.phase in (phase, "always") and t.name not in (*_TRANSIENT, "buffer_pool")
+            )
+            result[names[0], phase] = max(0, peak_bytes - held)
+    return result
+
+
+def settings_record(settings: Settings) -> dict[str, Any]:
+    """The sampling settings as they are recorded: no text of the user's."""
+    sampling = settings.sampling
+    return {
+        "temp": sampling.temp,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "top_k": sampling.top_k,
+        "seed": sampling.seed,
+        "max_tokens": settings.max_tokens,
+    }
