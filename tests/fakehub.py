@@ -5,7 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -122,8 +122,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
-            self.hub.bytes_sent += len(body)
+            with suppress(ConnectionError):  # the client has heard enough
+                self.wfile.write(body)
+                self.hub.bytes_sent += len(body)
 
 
 def _files(folder: Path) -> list[Path]:

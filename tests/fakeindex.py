@@ -21,6 +21,7 @@ class Index:
     breaks_after: list[int] = field(default_factory=list)
     login: str | None = None
     files_url: str | None = None
+    redirects_to: str | None = None
     requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     url: str = ""
 
@@ -59,6 +60,11 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(401, b"", "text/plain")
         if self.path == f"/simple/{index.project}/":
             return self._page()
+        if index.redirects_to:
+            self.send_response(302)
+            self.send_header("Location", index.redirects_to + self.path)
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
         if self.path.endswith(f"/{index.wheel.name}"):
             return self._file()
         return self._send(404, b"", "text/plain")

@@ -149,10 +149,17 @@ def add_vocabulary(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template("{{ messages[0]['content'] }}")
 
 
-def write_gguf(path: Path, name: str, model=None, quantize: dict[str, str] | None = None) -> None:
+def write_gguf(
+    path: Path,
+    name: str,
+    model=None,
+    quantize: dict[str, str] | None = None,
+    shapes: dict[str, tuple[int, ...]] | None = None,
+) -> None:
     """The GGUF file of the tiny model ``name``.
 
-    ``quantize`` maps endings of GGUF tensor names to the type they are stored in.
+    ``quantize`` maps endings of GGUF tensor names to the type they are stored in; ``shapes``
+    gives tensors another shape than they should have.
     """
     from mlx.utils import tree_flatten
 
@@ -163,6 +170,8 @@ def write_gguf(path: Path, name: str, model=None, quantize: dict[str, str] | Non
     add_vocabulary(writer)
     for path_in_model, array in tree_flatten(model.parameters()):
         tensor, values = gguf_tensor(architecture, model_type, path_in_model, np.array(array))
+        if tensor in (shapes or {}):
+            values = np.zeros((shapes or {})[tensor], dtype=np.float32)
         kind = next((k for end, k in (quantize or {}).items() if tensor.endswith(end)), "F32")
         kind = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
         writer.add_tensor(tensor, gguf.quantize(values, kind), raw_dtype=kind)

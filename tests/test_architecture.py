@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import inspect
 from typing import Any
 
 import pytest
@@ -10,11 +9,11 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 from mlx_lm.utils import MODEL_REMAPPING
-
 from oracle.build import build, our_shapes, shapes
 from oracle.catalog import completed, config_of, supported
 from oracle.tiny import TINY
-from uma.architecture import MODULES, REMAPPING, WRAPPERS, architecture_from_config
+
+from uma.architecture import MODULES, REMAPPING, architecture_from_config
 from uma.architecture.layers import Attention, Experts, Recurrent
 from uma.errors import CheckpointError, UnsupportedModel
 
@@ -65,11 +64,14 @@ def _argument_defaults(module: str) -> dict[str, Any]:
     }
 
 
-# Where mlx-lm has no default of its own: transformers' one, or the layer count taken from elsewhere.
+# Where mlx-lm has no default of its own: transformers' one, or what the file decides.
 OWN_DEFAULTS = {
+    ("afmoe", "global_attn_every_n_layers"),
+    ("afmoe", "layer_types"),
     ("gemma2", "sliding_window"),
     ("gemma3_text", "tie_word_embeddings"),
     ("glm4_moe", "moe_layer_freq"),
+    ("solar_open", "moe_layer_freq"),
     ("nemotron_h", "num_hidden_layers"),
     ("qwen3_next", "mlp_only_layers"),
     ("qwen3_next", "decoder_sparse_step"),
@@ -82,7 +84,9 @@ def test_defaults_are_those_of_mlx_lms_argument_classes(module: str) -> None:
     ours = {k: v for k, v in MODULES[module][1].items() if (module, k) not in OWN_DEFAULTS}
     extra = {"attention_bias", "mlp_bias"} if module == "ministral3" else set()
     assert ours.keys() - extra <= theirs.keys()
-    assert {k: v for k, v in ours.items() if k not in extra} == {k: theirs[k] for k in ours.keys() - extra}
+    assert {k: v for k, v in ours.items() if k not in extra} == {
+        k: theirs[k] for k in ours.keys() - extra
+    }
 
 
 def test_an_unknown_model_type_is_refused_with_the_known_ones() -> None:
@@ -92,7 +96,7 @@ def test_an_unknown_model_type_is_refused_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_hidden_layers"])
 def test_a_missing_key_is_named(key: str) -> None:
-    config = {k: v for k, v in TINY["llama"].items() if k != key}
+    config = {k: v for k, v in TINY["qwen3"].items() if k != key}
     with pytest.raises(CheckpointError, match=key):
         architecture_from_config(config)
 

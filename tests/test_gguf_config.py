@@ -115,6 +115,11 @@ def test_llama_3_scaling_is_found_from_its_factors(factor: float, head_dim: int)
     np.testing.assert_allclose(np.array(rope._freqs) / plain, factors, rtol=2e-5)
 
 
+def test_gemma_2_whose_context_exceeds_its_window_comes_with_a_note(tmp_path: Path) -> None:
+    assert changed(tmp_path, "gemma2").notes == ()
+    assert "4096 tokens" in changed(tmp_path, "gemma2", gemma2__context_length=8192).notes[0]
+
+
 def test_other_frequency_factors_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="Llama 3's rule"):
         llama3_scaling([1.0, 2.0, 3.0, 8.0], 500000.0, 8)
@@ -160,6 +165,10 @@ def test_one_part_of_a_split_file_is_refused_with_the_tool_that_joins_them(tmp_p
         ("llama__rope__freq_base", float("nan")),
         ("llama__rope__freq_base", "1e6"),
         ("llama__attention__layer_norm_rms_epsilon", None),
+        ("llama__rope__freq_base", 0.0),
+        ("llama__rope__freq_base", -1e4),
+        ("llama__attention__head_count_kv", 0),
+        ("llama__expert_count", -8),
         ("general__architecture", 7),
     ],
 )
@@ -226,3 +235,16 @@ def test_a_tensor_that_the_architecture_lacks_is_refused(tensor: str) -> None:
     with pytest.raises(UnsupportedModel, match="not part of llama") as error:
         target("llama", tensor, 2)
     assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_rotary_table_of_absurd_values_is_refused(tmp_path: Path, value: float) -> None:
+    table = np.full(8, value, dtype=np.float32)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("rope_freqs.weight", table)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="not above 0"):
+        rotary_tables(read_header(tmp_path / "m.gguf"))

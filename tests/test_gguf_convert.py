@@ -15,7 +15,7 @@ import pytest
 mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 
-from gguf_models import PROMPT, write_gguf  # noqa: E402
+from gguf_models import MODELS, PROMPT, write_gguf  # noqa: E402
 
 from uma.errors import CheckpointError, StorageError, UnsupportedModel, UsageError  # noqa: E402
 from uma.quantization import Quantization  # noqa: E402
@@ -69,6 +69,21 @@ def test_the_folder_holds_the_ids_and_formats_that_mlx_lm_reads(
     assert generation["eos_token_id"] == [259, 257]
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tokenizer_of_every_model_type_is_taken_as_written(name: str, tmp_path: Path) -> None:
+    """transformers has tokenizer classes of its own for some of them, which split otherwise."""
+    from mlx_lm import tokenizer_utils
+    from tokenizers import Tokenizer
+
+    write_gguf(tmp_path / "m.gguf", name)
+    folder = convert(tmp_path / "m.gguf", tmp_path / "folder").folder
+    found = tokenizer_utils.load(folder)
+    expected = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text in ("hehe 12 HE\n\n", " <|im_end|> he", "\u4f60 \u00e9"):
+        assert found.encode(text) == expected.encode(text).ids
+        assert found.decode(found.encode(text)) == text
+
+
 def test_progress_reaches_the_whole_and_never_goes_back(model: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     convert(model, tmp_path / "folder", progress=lambda done, total: seen.append((done, total)))
@@ -87,6 +102,9 @@ def test_other_types_are_quantized_as_asked_and_the_user_is_told(tmp_path: Path)
     )
     loaded, _ = load_model(tmp_path / "8")
     assert loaded.lm_head.bits == 8
+    convert(tmp_path / "m.gguf", tmp_path / "fp4", quantization=Quantization(4, 32, "mxfp4"))
+    loaded, _ = load_model(tmp_path / "fp4")
+    assert (loaded.lm_head.mode, loaded.lm_head.biases) == ("mxfp4", None)
     report = convert(tmp_path / "m.gguf", tmp_path / "16", quantization=Quantization(16, 32))
     assert report.notes == ("16 matrices of Q5_0 stored as bfloat16",)
     load_model(tmp_path / "16")
@@ -253,3 +271,24 @@ def test_an_architecture_that_is_not_known_leaves_nothing(tmp_path: Path) -> Non
     with pytest.raises(UnsupportedModel, match="mamba"):
         convert(tmp_path / "m.gguf", tmp_path / "out" / "folder")
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shape"),
+    [
+        ("blk.0.attn_q.weight", (62, 64)),
+        ("blk.1.attn_k.weight", (64, 64)),
+        ("blk.0.attn_norm.weight", (32,)),
+        ("blk.0.attn_norm.weight", (64, 1)),
+        ("output.weight", (10, 64)),
+        ("blk.1.ffn_down.weight", (64, 32)),
+        ("token_embd.weight", (200, 64)),
+    ],
+)
+def test_a_tensor_of_another_shape_than_its_metadata_asks_for_is_named(
+    tmp_path: Path, tensor: str, shape: tuple[int, ...]
+) -> None:
+    write_gguf(tmp_path / "m.gguf", "llama", shapes={tensor: shape})
+    with pytest.raises(CheckpointError, match=r"has shape|tokens for 200|columns expected"):
+        convert(tmp_path / "m.gguf", tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()

@@ -8,11 +8,11 @@ import pytest
 
 mx = pytest.importorskip("mlx.core")
 
-from uma.checkpoint.gguf import GGUFTensor, read_header  # noqa: E402
+from uma.checkpoint.gguf import GGUFHeader, GGUFTensor, read_header  # noqa: E402
 from uma.quantization import Quantization  # noqa: E402
 from uma.runtime.gguf import tensors  # noqa: E402
 from uma.runtime.gguf.names import Target  # noqa: E402
-from uma.runtime.gguf.weights import mapped_rows, plan, quantization_config  # noqa: E402
+from uma.runtime.gguf.weights import mapped_rows, model_dtype, plan, quantization_config  # noqa: E402
 
 EXACT = ["Q4_0", "Q4_1", "Q8_0"]
 WIDTHS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
@@ -135,6 +135,9 @@ def test_the_pieces_of_a_tensor_are_what_its_chunks_fill() -> None:
             "Q6_K", (7, 512), "quantized", quantization=Quantization(6, 64), dtype="bfloat16"
         ),
         conversion("F16", (7, 96), "float", dtype="float16"),
+        conversion("F16", (7, 96), "quantized", quantization=Quantization(4, 32, "mxfp4")),
+        conversion("F16", (7, 96), "quantized", quantization=Quantization(4, 16, "nvfp4")),
+        conversion("F16", (7, 96), "quantized", quantization=Quantization(8, 32, "mxfp8")),
     ]:
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[item.source.type]]
         columns = item.source.shape[-1]
@@ -218,3 +221,30 @@ def test_mapped_rows_are_the_bytes_of_the_tensor(tmp_path: Path) -> None:
         np.testing.assert_array_equal(
             mapped_rows(header, tensor).ravel(), other.data.view("u1").ravel()
         )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kinds", "expected"),
+    [
+        ("qwen2", ["Q4_0"], "float16"),
+        ("qwen2", ["Q4_K", "Q8_0"], "float16"),
+        ("gemma3_text", ["Q8_0"], "float32"),
+        ("qwen2", ["Q4_K", "Q6_K"], "bfloat16"),
+        ("qwen2", ["F16"], "float16"),
+        ("gemma2", ["F16"], "bfloat16"),
+        ("gemma2", ["F32"], "float32"),
+        ("qwen2", ["BF16"], "bfloat16"),
+        ("qwen2", ["BF16", "F16"], "bfloat16"),
+        ("qwen2", ["BF16", "F32"], "float32"),
+    ],
+)
+def test_the_dtype_keeps_what_is_exact_and_holds_gemmas_activations(
+    model_type: str, kinds: list[str], expected: str
+) -> None:
+    stored = [GGUFTensor(f"blk.{i}.attn_q.weight", (256, 2), k, 0, 0) for i, k in enumerate(kinds)]
+    others = [
+        GGUFTensor("output_norm.weight", (256,), "F32", 0, 0),
+        GGUFTensor("blk.0.ffn_gate_inp.weight", (256, 8), "F32", 0, 0),
+    ]
+    header = GGUFHeader("m.gguf", 3, {}, (*stored, *others), 32, 0)
+    assert model_dtype(header, model_type) == expected

@@ -52,15 +52,15 @@ def test_token_ids_are_those_of_llama_cpp(case: dict, tmp_path: Path) -> None:
     for special in (True, False):
         tokenizer.encode_special_tokens = not special
         for index, text in enumerate(STRINGS):
-            if case["skip"] is None or case["skip"] not in text:
+            if not any(part in text for part in case["skip"]):
                 ids = tokenizer.encode(text).ids
                 assert ids == golden_ids(case, index, special), (text, special)
 
 
 def test_every_pre_tokenizer_splits_as_one_that_was_compared() -> None:
-    compared = {pretokenizer(case["pre"]).patterns for case in GOLDEN if case["kind"] == "bpe"}
+    compared = {pretokenizer(case["pre"]) for case in GOLDEN if case["kind"] == "bpe"}
     assert len(STRINGS) > 600
-    assert {pretokenizer(name).patterns for name in known_names()} == compared
+    assert {pretokenizer(name) for name in known_names()} == compared
 
 
 def test_an_unknown_pre_tokenizer_is_refused_with_the_known_ones() -> None:
@@ -74,8 +74,8 @@ def test_text_survives_encoding_and_decoding(kind: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json(vocabulary(tmp_path / "v.gguf"))))
     tokenizer.encode_special_tokens = True
     for text in STRINGS:
-        if "▁" in text and kind == "spm":  # SentencePiece's own space
-            continue
+        if kind == "spm" and any(part in text for part in ("▁", "   ", "tool>")):
+            continue  # its own sign for a space; a space is put after a user-defined token
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
@@ -126,9 +126,10 @@ def test_the_chat_template_is_kept_as_text(tmp_path: Path) -> None:
 
 def test_tokens_that_end_an_answer_stop_it_whatever_their_type(tmp_path: Path) -> None:
     """llama.cpp b11434, llama-vocab.cpp: texts of ``special_eog_ids`` become control tokens."""
-    found = _small(tmp_path, ["a", "<|im_end|>", "<end_of_turn>", "</s>"], [1, 1, 4, 1])
-    assert found.stop_ids == (1, 2)
-    assert found.types == (1, 3, 3, 1)
+    tokens = ["a", "aa", "<|im_end|>", "<end_of_turn>", "</s>"]
+    found = _small(tmp_path, tokens, [1, 1, 1, 4, 1])
+    assert found.stop_ids == (2, 3)
+    assert found.types == (1, 1, 3, 3, 1)
 
 
 def _small(tmp_path: Path, tokens: list[str], types: list[int], merges=(), **keys) -> Vocabulary:

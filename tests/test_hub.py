@@ -125,6 +125,14 @@ def test_a_hub_without_ranges_is_said_to_have_none(server, remote):
         hub.read_remote_headers(hub.repository("org/tiny"))
 
 
+def test_a_hub_that_sends_whole_files_is_cut_off(server, remote):
+    size = 64 << 20
+    save_file({"w": np.zeros(size, np.uint8)}, remote / "model-00001-of-00002.safetensors")
+    server.ignores_ranges = True
+    hub.read_remote_headers(hub.repository("org/tiny"))
+    assert server.bytes_sent < size
+
+
 def test_a_malformed_remote_header_is_refused(server, remote):
     (remote / "model-00001-of-00002.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(CheckpointError, match="org/tiny/model-00001"):

@@ -74,7 +74,9 @@ def quantization_for(
         more = ", or 16 for full precision without --mode and --group-size"
         raise UsageError(f"--bits {chosen_bits} with {chosen}: allowed are {_listed(widths)}{more}")
     if chosen_group not in groups:
-        raise UsageError(f"--group-size {chosen_group} with {chosen}: allowed are {_listed(groups)}")
+        raise UsageError(
+            f"--group-size {chosen_group} with {chosen}: allowed are {_listed(groups)}"
+        )
     return Quantization(chosen_bits, chosen_group, chosen)
 
 
@@ -111,8 +113,8 @@ def quantization_of_config(config: Mapping[str, Any]) -> StoredQuantization | No
 
     Follows ``load_model`` of mlx-lm 0.32.2 (``utils.py``): MLX's own ``quantization``, else a
     ``quantization_config`` of another tool. FP8 checkpoints are dequantized on load, unless they
-    have power-of-two scales over 32 x 32 blocks, which are mxfp8. What the file headers hold wins over
-    this wherever they can be read.
+    have power-of-two scales over 32 x 32 blocks, which are mxfp8. What the file headers hold wins
+    over this wherever they can be read.
 
     Raises:
         UnsupportedModel: If mlx-lm cannot load the format.
@@ -165,7 +167,9 @@ def _foreign_quantization(foreign: Mapping[str, Any]) -> StoredQuantization | No
         return StoredQuantization(PACKED[foreign["format"]], skipped=skipped)
     if method in ("awq", "gptq") and foreign.get("bits", 4) == 4:
         group_size = foreign.get("group_size", 128)
-        return StoredQuantization(Quantization(4, group_size), skipped=("*embed_tokens", "*lm_head"))
+        return StoredQuantization(
+            Quantization(4, group_size), skipped=("*embed_tokens", "*lm_head")
+        )
     raise UnsupportedModel(
         f"weights quantized by {method!r} ({foreign.get('format') or settings.get('quant_algo')}) "
         "cannot be loaded; use a repository in MLX's own formats or in 16 bits"

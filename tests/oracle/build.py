@@ -6,7 +6,9 @@ import io
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path, tree_reduce
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import _get_classes, quantize_model
 
 from uma.architecture.layers import Architecture, parameters
@@ -66,6 +68,14 @@ def converted(config: dict[str, Any], quantization: Quantization | None) -> Any:
     return model
 
 
+def runnable(config: dict[str, Any]) -> Any:
+    """A random model in bfloat16; experts quantized, as MLX's CPU backend gathers no others."""
+    model = cast(build(config))
+    nn.quantize(model, 32, 8, class_predicate=lambda _, m: isinstance(m, SwitchLinear))
+    mx.eval(model.parameters())
+    return model
+
+
 def weight_bytes(model: Any) -> int:
     return int(
         tree_reduce(
@@ -83,9 +93,7 @@ def cache_bytes_of_a_run(
     from mlx_lm.generate import generate_step
     from mlx_lm.models.cache import make_prompt_cache
 
-    # MLX's CPU backend gathers experts in bfloat16 only from quantized matrices.
-    model = converted(config, Quantization(8, 32))
-    mx.eval(model.parameters())
+    model = runnable(config)
     caches = make_prompt_cache(model)
     prompt = mx.ones((prompt_tokens,), dtype=mx.int32)
     sizes: list[int] = []

@@ -1,4 +1,4 @@
-"""The shipped configurations of real models, completed for mlx-lm where a transcription lacks a key."""
+"""The shipped configurations of real models, with the keys that a transcription lacks."""
 
 import importlib
 import inspect
@@ -17,6 +17,7 @@ SHAPELESS: dict[str, Any] = {
     "activation_sparsity_pattern": None,
     "attention_multiplier": 1.0,
     "decoder_sparse_step": 1,
+    "dim_model_base": 256,
     "embedding_multiplier": 1.0,
     "final_logit_softcapping": 30.0,
     "layer_norm_eps": 1e-5,
@@ -33,6 +34,8 @@ SHAPELESS: dict[str, Any] = {
     "rope_scaling": None,
     "rotary_dim": 64,
     "routed_scaling_factor": 1.0,
+    "scale_depth": 1.4,
+    "scale_emb": 12.0,
     "shared_intermediate_size": 0,
     "sliding_window": None,
     "sliding_window_pattern": None,
@@ -67,6 +70,8 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
             text.setdefault("tie_word_embeddings", config["tie_word_embeddings"])
         config = {**config, "text_config": _filled(text, text_module)}
     config = _filled(dict(config), module)
+    if module == "afmoe" and "layer_types" not in config:
+        config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     if module == "deepseek_v2":
         config["rope_scaling"] = config.get("rope_scaling") or {"factor": 40, "type": "yarn"}
     return config

@@ -5,22 +5,33 @@ that lays it out and the defaults of its ``ModelArgs`` (mlx-lm 0.32.2).
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from uma.architecture import dense, experts, gemma, latent, linear_attention, mamba
-from uma.architecture.config import Config
+from uma.architecture import (
+    convolution,
+    dense,
+    dense_variants,
+    experts,
+    experts_variants,
+    gemma,
+    latent,
+    linear_attention,
+    mamba,
+)
+from uma.architecture.config import Config, Modules
 from uma.architecture.layers import Architecture, parameters
 from uma.architecture.parts import under
 from uma.errors import CheckpointError, UnsupportedModel
 
-Builder = Callable[[Config], Architecture]
-
-MODULES: dict[str, tuple[Builder, dict[str, Any]]] = (
-    dense.MODULES
+MODULES: Modules = (
+    convolution.MODULES
+    | dense.MODULES
+    | dense_variants.MODULES
     | gemma.MODULES
     | experts.MODULES
+    | experts_variants.MODULES
     | latent.MODULES
     | linear_attention.MODULES
     | mamba.MODULES
@@ -58,6 +69,7 @@ WRAPPERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "kimi_k25": ("deepseek_v3", "language_model", {}),
     "llama4": ("llama4", "language_model", {}),
+    "minimax_m3_vl": ("minimax_m3_vl", "language_model", {}),
     "mistral3": ("llama", "language_model", {"tie_word_embeddings": False}),
     "qwen2_vl": ("qwen2", "language_model", {}),
     "qwen3_5": ("qwen3_5", "language_model", {}),
@@ -69,7 +81,17 @@ WRAPPERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 MAX_LAYERS = 10_000
 MAX_SIZE = 1 << 32
 SIZES = re.compile(r"^(num|n)_|_(size|heads|dim|layers|experts|rank|per_tok|kernel)$")
-NOT_SIZES = frozenset({"time_step_rank", "mlp_only_layers", "no_rope_layers", "intermediate_size"})
+NOT_SIZES = frozenset(
+    {
+        "intermediate_size",
+        "mamba_dt_rank",
+        "mlp_only_layers",
+        "no_rope_layers",
+        "num_attention_heads_per_layer",
+        "pruned_heads",
+        "time_step_rank",
+    }
+)
 _MALFORMED = (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError)
 
 
@@ -148,16 +170,12 @@ def _checked(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _check_shapes(architecture: Architecture) -> None:
     for parameter in parameters(architecture):
         if not all(type(dim) is int and dim > 0 for dim in parameter.shape):
-            raise CheckpointError(
-                f"config.json gives {parameter.name} the shape {parameter.shape}"
-            )
+            raise CheckpointError(f"config.json gives {parameter.name} the shape {parameter.shape}")
     if not architecture.layers:
         raise CheckpointError("config.json describes a model without layers")
 
 
-def _finished(
-    architecture: Architecture, config: Mapping[str, Any], module: str
-) -> Architecture:
+def _finished(architecture: Architecture, config: Mapping[str, Any], module: str) -> Architecture:
     architecture = replace(
         architecture,
         model_type=config["model_type"],
@@ -170,9 +188,7 @@ def _finished(
     layers = tuple(
         replace(part, parameters=under(prefix, part.parameters)) for part in architecture.layers
     )
-    return replace(
-        architecture, layers=layers, parameters=under(prefix, architecture.parameters)
-    )
+    return replace(architecture, layers=layers, parameters=under(prefix, architecture.parameters))
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

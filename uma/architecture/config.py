@@ -1,8 +1,9 @@
-"""Keys of a ``config.json``, read by name: an unknown one is an error, a default is written down."""
+"""Keys of a ``config.json``, read by name: a missing one is an error or a written default."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from uma.architecture.layers import Architecture
 from uma.errors import CheckpointError
 
 
@@ -43,6 +44,10 @@ class Config:
         """The key as it stands in the file, null included, else the default."""
         return self._values.get(key, self._defaults.get(key, default))
 
+    def named(self, **values: Any) -> "Config":
+        """The same keys with some by the names that others have for them."""
+        return Config({**self._values, **values}, self._defaults, self._outer)
+
     @property
     def kv_heads(self) -> int:
         """``num_key_value_heads``, which mlx-lm takes from ``num_attention_heads`` if absent."""
@@ -52,3 +57,7 @@ class Config:
     def head_width(self) -> int:
         """``head_dim``, else ``hidden_size`` split over the heads."""
         return int(self.get("head_dim") or self.hidden_size // self.num_attention_heads)
+
+
+Modules = dict[str, tuple[Callable[[Config], Architecture], dict[str, Any]]]
+"""Files of ``mlx_lm.models`` to the function that lays each out and its default keys."""

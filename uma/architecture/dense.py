@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from uma.architecture.config import Config
+from uma.architecture.config import Config, Modules
 from uma.architecture.layers import Architecture, Attention, FeedForward, Layer
 from uma.architecture.parts import (
     Part,
@@ -46,8 +46,7 @@ def windows(c: Config, layer_types: Sequence[str] | None = None) -> list[int | N
 def periodic_windows(c: Config, period: int) -> list[int | None]:
     """Sliding layers with a full one at the end of every ``period``."""
     return [
-        None if i % period == period - 1 else c.sliding_window
-        for i in range(c.num_hidden_layers)
+        None if i % period == period - 1 else c.sliding_window for i in range(c.num_hidden_layers)
     ]
 
 
@@ -231,7 +230,7 @@ LLAMA_DEFAULTS = {
     "sliding_window": None,
 }
 
-MODULES = {
+MODULES: Modules = {
     "llama": (llama, LLAMA_DEFAULTS),
     "ministral3": (llama, LLAMA_DEFAULTS),
     "smollm3": (llama, LLAMA_DEFAULTS),
@@ -258,6 +257,7 @@ MODULES = {
             "tie_word_embeddings": False,
         },
     ),
+    "mimo": (qwen2, {"tie_word_embeddings": False}),
     "exaone4": (exaone4, {}),
     "glm4": (glm4, {}),
     "cohere": (

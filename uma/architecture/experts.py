@@ -1,6 +1,6 @@
 """Mixtures of experts over softmax attention."""
 
-from uma.architecture.config import Config
+from uma.architecture.config import Config, Modules
 from uma.architecture.dense import LLAMA_NORMS, attention, attention_part, mlp_part, windows
 from uma.architecture.latent import deepseek_layers
 from uma.architecture.layers import Architecture, Attention, Experts, FeedForward
@@ -37,9 +37,7 @@ def mixtral(c: Config) -> Architecture:
 
 def is_sparse(c: Config, i: int) -> bool:
     """Whether layer ``i`` of a Qwen model has experts."""
-    return (
-        i not in c.mlp_only_layers and c.num_experts > 0 and (i + 1) % c.decoder_sparse_step == 0
-    )
+    return i not in c.mlp_only_layers and c.num_experts > 0 and (i + 1) % c.decoder_sparse_step == 0
 
 
 def qwen3_moe(c: Config) -> Architecture:
@@ -168,7 +166,7 @@ def glm4_moe(c: Config) -> Architecture:
     return decoder(c, layers, tied=False)
 
 
-MODULES = {
+MODULES: Modules = {
     "mixtral": (
         mixtral,
         {

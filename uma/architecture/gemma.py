@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from uma.architecture.config import Config
+from uma.architecture.config import Config, Modules
 from uma.architecture.dense import (
     LLAMA_NORMS,
     SANDWICH_NORMS,
@@ -178,7 +178,7 @@ def gemma4_text(c: Config) -> Architecture:
     return decoder(c, layers, tied=c.tie_word_embeddings, extra=extra)
 
 
-MODULES = {
+MODULES: Modules = {
     "gemma": (gemma, {}),
     "gemma2": (gemma2, {"sliding_window": 4096}),
     "gemma3_text": (

@@ -1,14 +1,24 @@
 """Multi-head latent attention: DeepSeek V2 and V3 and those built on them."""
 
-from uma.architecture.config import Config
+from dataclasses import replace
+
+from uma.architecture.config import Config, Modules
 from uma.architecture.dense import LLAMA_NORMS, mlp_part
-from uma.architecture.layers import Architecture, Experts, FeedForward, LatentAttention, Layer, Mixer
+from uma.architecture.layers import (
+    Architecture,
+    Experts,
+    FeedForward,
+    LatentAttention,
+    Layer,
+    Mixer,
+)
 from uma.architecture.parts import (
     Part,
     array,
     decoder,
     gated_mlp,
     layer,
+    layer_norm,
     linear,
     norms,
     stacked,
@@ -24,9 +34,27 @@ def latent_attention(c: Config) -> LatentAttention:
         c.qk_rope_head_dim,
         c.qk_nope_head_dim,
         c.v_head_dim,
-        c.get("index_head_dim"),
-        c.get("index_n_heads"),
-        c.get("index_topk"),
+    )
+
+
+def sparse_attention(c: Config) -> LatentAttention:
+    """Latent attention to the tokens that an indexer chooses."""
+    return replace(
+        latent_attention(c),
+        index_head_dim=c.index_head_dim,
+        index_n_heads=c.index_n_heads,
+        index_topk=c.index_topk,
+    )
+
+
+def indexer_part(c: Config) -> Part:
+    width, hidden = c.index_head_dim, c.hidden_size
+    return under(
+        "self_attn.indexer",
+        linear("wq_b", c.index_n_heads * width, c.q_lora_rank),
+        linear("wk", width, hidden),
+        layer_norm("k_norm", width),
+        linear("weights_proj", c.index_n_heads, hidden),
     )
 
 
@@ -77,9 +105,7 @@ def deepseek_experts(c: Config, bias_correction: bool) -> tuple[Experts, Part]:
     return Experts(count, c.num_experts_per_tok, width, shared), under("mlp", part)
 
 
-def deepseek_layers(
-    c: Config, mixer: Mixer, attention: Part, bias_correction: bool
-) -> list[Layer]:
+def deepseek_layers(c: Config, mixer: Mixer, attention: Part, bias_correction: bool) -> list[Layer]:
     """Dense feed-forward parts in the first layers, experts in the others."""
     common = attention + norms(c.hidden_size, *LLAMA_NORMS)
     dense = FeedForward(c.intermediate_size)
@@ -111,6 +137,34 @@ def deepseek_v3(c: Config) -> Architecture:
     return decoder(c, layers, tied=False)
 
 
+def deepseek_v32(c: Config) -> Architecture:
+    """DeepSeek V3.2 and GLM 5: an indexer with a cached key beside each attention."""
+    part = latent_part(c, True) + indexer_part(c)
+    return decoder(c, deepseek_layers(c, sparse_attention(c), part, True), tied=False)
+
+
+def mistral4(c: Config) -> Architecture:
+    """DeepSeek's layers with a gate that is a matrix."""
+    hidden, count, width = c.hidden_size, c.n_routed_experts, c.moe_intermediate_size
+    shared = width * c.n_shared_experts
+    moe = under(
+        "mlp",
+        switch_glu("switch_mlp", count, hidden, width),
+        linear("gate", count, hidden),
+        gated_mlp("shared_experts", hidden, shared),
+    )
+    experts = Experts(count, c.num_experts_per_tok, width, shared)
+    common = latent_part(c, True) + norms(hidden, *LLAMA_NORMS)
+    dense = (FeedForward(c.intermediate_size), mlp_part(c))
+    layers = []
+    for i in range(c.num_hidden_layers):
+        feed_forward, part = dense if i < c.first_k_dense_replace else (experts, moe)
+        layers.append(
+            layer(f"model.layers.{i}", [latent_attention(c)], [feed_forward], common, part)
+        )
+    return decoder(c, layers, tied=c.tie_word_embeddings)
+
+
 DEEPSEEK_DEFAULTS = {
     "vocab_size": 102400,
     "hidden_size": 4096,
@@ -133,7 +187,36 @@ DEEPSEEK_DEFAULTS = {
     "attention_bias": False,
 }
 
-MODULES = {
+MODULES: Modules = {
     "deepseek_v2": (deepseek_v2, DEEPSEEK_DEFAULTS | {"num_experts_per_tok": None}),
     "deepseek_v3": (deepseek_v3, DEEPSEEK_DEFAULTS),
+    "deepseek_v32": (
+        deepseek_v32,
+        DEEPSEEK_DEFAULTS | {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048},
+    ),
+    "glm_moe_dsa": (deepseek_v32, {}),
+    "glm4_moe_lite": (
+        deepseek_v3,
+        {
+            "vocab_size": 154880,
+            "hidden_size": 2048,
+            "intermediate_size": 10240,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 47,
+            "num_attention_heads": 20,
+            "n_shared_experts": 1,
+            "n_routed_experts": 64,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 768,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "num_experts_per_tok": 4,
+            "moe_layer_freq": 1,
+            "first_k_dense_replace": 1,
+            "max_position_embeddings": 202752,
+            "attention_bias": False,
+        },
+    ),
+    "mistral4": (mistral4, {"attention_bias": False, "tie_word_embeddings": False}),
 }

@@ -15,7 +15,8 @@ class Attention:
 
     ``sliding_window`` is the number of latest tokens that a query sees; ``attention_chunk_size``
     is Llama 4's block within which it looks. ``kv_source`` is the layer whose cache this layer
-    reads instead of holding its own (Gemma 3n and 4).
+    reads instead of holding its own (Gemma 3n and 4). ``index_head_dim`` is the width of the key
+    that an indexer of blocks caches (MiniMax M3).
     """
 
     num_attention_heads: int
@@ -26,6 +27,7 @@ class Attention:
     attention_chunk_size: int | None = None
     sinks: bool = False
     kv_source: int | None = None
+    index_head_dim: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,16 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One array of constant size that a recurrent layer keeps per sequence (no batch axis)."""
+    """One array of constant size that a recurrent layer keeps per sequence (no batch axis).
+
+    Where mlx-lm keeps it as a view of a larger array, ``per_token`` elements for each token of
+    the last call stay in memory with it.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: Literal["model", "float32"]
+    per_token: int = 0
 
 
 @dataclass(frozen=True, slots=True)

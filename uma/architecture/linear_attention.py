@@ -1,6 +1,6 @@
 """Hybrids of linear attention (gated delta networks) and softmax attention."""
 
-from uma.architecture.config import Config
+from uma.architecture.config import Config, Modules
 from uma.architecture.dense import LLAMA_NORMS, attention, mlp_part
 from uma.architecture.experts import is_sparse
 from uma.architecture.layers import (
@@ -103,7 +103,12 @@ def qwen_hybrid_layers(
         )
         layers.append(
             layer(
-                f"{prefix}.layers.{i}", [mixer], [feed_forward[0]], part, feed_forward[1], layer_norms
+                f"{prefix}.layers.{i}",
+                [mixer],
+                [feed_forward[0]],
+                part,
+                feed_forward[1],
+                layer_norms,
             )
         )
     return layers
@@ -237,7 +242,7 @@ QWEN3_5_DEFAULTS = {
     "moe_intermediate_size": 0,
 }
 
-MODULES = {
+MODULES: Modules = {
     "qwen3_next": (
         qwen3_next,
         {

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from uma.architecture.config import Config
+from uma.architecture.config import Config, Modules
 from uma.architecture.dense import LLAMA_NORMS, attention, attention_part
 from uma.architecture.layers import (
     Architecture,
@@ -48,7 +48,7 @@ class Mamba2:
 
     def mixer(self) -> Recurrent:
         states = (
-            State("conv", (self.kernel - 1, self.channels), "model"),
+            State("conv", (self.kernel - 1, self.channels), "model", self.channels),
             State("ssm", (self.heads, self.head_dim, self.state), "float32"),
         )
         return Recurrent("mamba2", states, self.heads, self.head_dim, self.inner)
@@ -86,8 +86,7 @@ def mamba2(c: Config) -> Architecture:
         "mixer", c.hidden_size, in_bias=c.use_bias, conv_bias=c.use_conv_bias, out_bias=c.use_bias
     ) + array("norm", c.hidden_size)
     layers = [
-        layer(f"backbone.layers.{i}", [sizes.mixer()], [], part)
-        for i in range(c.num_hidden_layers)
+        layer(f"backbone.layers.{i}", [sizes.mixer()], [], part) for i in range(c.num_hidden_layers)
     ]
     return decoder(
         c,
@@ -123,7 +122,7 @@ def falcon_h1(c: Config) -> Architecture:
         + gated_mlp("feed_forward", hidden, c.intermediate_size, c.mlp_bias)
         + norms(hidden, "input_layernorm", "pre_ff_layernorm")
     )
-    mixers = [sizes.mixer(), attention(c, c.head_dim)]
+    mixers: list[Mixer] = [sizes.mixer(), attention(c, c.head_dim)]
     layers = [
         layer(f"model.layers.{i}", mixers, [FeedForward(c.intermediate_size)], part)
         for i in range(c.num_hidden_layers)
@@ -212,9 +211,7 @@ def nemotron_h(c: Config) -> Architecture:
         mixers, feed_forward, part = blocks[kind](c)
         prefix = f"backbone.layers.{i}"
         layers.append(layer(prefix, mixers, feed_forward, part, norm))
-    return decoder(
-        c, layers, tied=False, prefix="backbone", embedding="embeddings", norm="norm_f"
-    )
+    return decoder(c, layers, tied=False, prefix="backbone", embedding="embeddings", norm="norm_f")
 
 
 Block = tuple[list[Mixer], list[FeedForward | Experts], Part]
@@ -242,9 +239,7 @@ def nemotron_mamba(c: Config) -> Block:
 
 def nemotron_attention(c: Config) -> Block:
     dim = c.head_width
-    part = qkvo(
-        "mixer", c.hidden_size, c.num_attention_heads, c.kv_heads, dim, c.attention_bias
-    )
+    part = qkvo("mixer", c.hidden_size, c.num_attention_heads, c.kv_heads, dim, c.attention_bias)
     return [Attention(c.num_attention_heads, c.kv_heads, dim, dim)], [], part
 
 
@@ -278,59 +273,7 @@ def plain_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> Part:
     )
 
 
-def lfm2(c: Config) -> Architecture:
-    """Short convolutions with softmax attention in some layers. The head is tied."""
-    hidden, head_dim = c.hidden_size, c.hidden_size // c.num_attention_heads
-    full = c.full_attn_idxs or [
-        i for i, kind in enumerate(c.layer_types) if kind == "full_attention"
-    ]
-    size = lfm2_intermediate_size(c)
-    mlp = under(
-        "feed_forward",
-        linear("w1", size, hidden),
-        linear("w3", size, hidden),
-        linear("w2", hidden, size),
-    )
-    layer_norms = norms(hidden, "operator_norm", "ffn_norm")
-    softmax: tuple[Mixer, Part] = (attention(c, head_dim), lfm2_attention(c, head_dim))
-    layers = []
-    for i in range(c.num_hidden_layers):
-        mixer, part = softmax if i in full else lfm2_convolution(c)
-        feed_forward = [FeedForward(size)]
-        layers.append(layer(f"model.layers.{i}", [mixer], feed_forward, part, mlp, layer_norms))
-    return decoder(c, layers, tied=True, norm="embedding_norm")
-
-
-def lfm2_attention(c: Config, head_dim: int) -> Part:
-    heads, hidden = c.num_attention_heads, c.hidden_size
-    part = qkvo("self_attn", hidden, heads, c.kv_heads, head_dim, o_name="out_proj")
-    return part + under("self_attn", norms(head_dim, "q_layernorm", "k_layernorm"))
-
-
-def lfm2_convolution(c: Config) -> tuple[Recurrent, Part]:
-    hidden, kernel, bias = c.hidden_size, c.conv_L_cache, c.conv_bias
-    part = under(
-        "conv",
-        array("conv", hidden, kernel, 1),
-        array("conv.bias", hidden) if bias else (),
-        linear("in_proj", 3 * hidden, hidden, bias),
-        linear("out_proj", hidden, hidden, bias),
-    )
-    state = State("conv", (kernel - 1, hidden), "model")
-    return Recurrent("short_conv", (state,), inner_size=hidden), part
-
-
-def lfm2_intermediate_size(c: Config) -> int:
-    """``block_ff_dim``, taken to two thirds and rounded up where the config says so."""
-    size = int(c.block_ff_dim or c.intermediate_size)
-    if not c.block_auto_adjust_ff_dim:
-        return size
-    multiple = c.block_multiple_of
-    size = int(c.block_ffn_dim_multiplier * int(2 * size / 3))
-    return int(multiple * ((size + multiple - 1) // multiple))
-
-
-MODULES = {
+MODULES: Modules = {
     "mamba2": (mamba2, {}),
     "falcon_h1": (
         falcon_h1,
@@ -380,5 +323,4 @@ MODULES = {
             "n_shared_experts": None,
         },
     ),
-    "lfm2": (lfm2, {"block_ff_dim": None, "full_attn_idxs": None}),
 }

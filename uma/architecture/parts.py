@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from uma.architecture.config import Config
-from uma.architecture.layers import Architecture, FeedForward, Experts, Layer, Mixer, Parameter
+from uma.architecture.layers import Architecture, Experts, FeedForward, Layer, Mixer, Parameter
 
 Part = tuple[Parameter, ...]
 
@@ -49,9 +49,7 @@ def router(name: str, num_experts: int, hidden_size: int, bias: bool = False) ->
     return linear(name, num_experts, hidden_size, bias, bits=8)
 
 
-def stacked(
-    name: str, count: int, output_dims: int, input_dims: int, bias: bool = False
-) -> Part:
+def stacked(name: str, count: int, output_dims: int, input_dims: int, bias: bool = False) -> Part:
     """Matrices of all experts (``SwitchLinear``) or of all heads (``MultiLinear``) in one."""
     weight = Parameter(name, (count, output_dims, input_dims), "matrix")
     return (weight, *(array(f"{name}.bias", count, output_dims) if bias else ()))
@@ -78,9 +76,7 @@ def switch_mlp(name: str, num_experts: int, hidden_size: int, intermediate_size:
     )
 
 
-def gated_mlp(
-    name: str, hidden_size: int, intermediate_size: int, bias: bool = False
-) -> Part:
+def gated_mlp(name: str, hidden_size: int, intermediate_size: int, bias: bool = False) -> Part:
     """Gate, up and down projections."""
     return under(
         name,

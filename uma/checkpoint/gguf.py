@@ -343,7 +343,7 @@ def _tensor(cursor: _Cursor) -> GGUFTensor:
         known = ", ".join(name for name, _, _ in TENSOR_TYPES.values())
         raise cursor.error(f"tensor {shown(name)} has the unknown type {number}; known: {known}")
     type_name, block, block_bytes = TENSOR_TYPES[number]
-    if not all(dims) or prod(dims) >= 1 << 63 or dims[0] % block:
+    if not all(dims) or dims[0] % block:
         raise cursor.error(f"tensor {shown(name)} of type {type_name} cannot have dims {dims}")
     return GGUFTensor(name, dims, type_name, offset, prod(dims) // block * block_bytes)
 

@@ -70,7 +70,8 @@ def parse_quant(text: str) -> tuple[int, str | None]:
         return _MODES[mode], mode
     digits = re.search(r"\d+", plain)
     known = re.fullmatch(rf"{_TYPE}|\d+", plain)
-    bits = min(int(digits[0]), 16) if digits else 0
+    bits = int(digits[0]) if digits else 0
+    bits = 16 if bits == 32 else bits  # what is stored in 32 bits is run in 16
     if not known or bits not in BITS:
         raise UsageError(
             f"{text!r} is not a format; bits: {', '.join(map(str, BITS))}; or mxfp4, mxfp8, nvfp4, "

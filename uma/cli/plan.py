@@ -8,10 +8,12 @@ from uma.cli.progress import say
 from uma.errors import DoesNotFit, UnsupportedModel
 
 if TYPE_CHECKING:
+    from uma.architecture.layers import Architecture
     from uma.checkpoint.source import ModelSource
     from uma.cli.run import RunOptions, Server
     from uma.machine import Machine
-    from uma.plan.inference import InferencePlan, Request
+    from uma.memory.term import MemoryTerm
+    from uma.plan.inference import Form, InferencePlan, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +85,14 @@ def plan_of(
     chosen: "RunOptions",
     source: "ModelSource",
     machine: "Machine",
-    extra: tuple[Any, ...] = (),
+    extra: "tuple[MemoryTerm, ...]" = (),
+    timed: bool = False,
 ) -> Planned:
-    """The plan for a source whose config or GGUF headers are known."""
+    """The plan for a source whose config is known.
+
+    ``timed`` orders the forms of the weights by what MLX's CPU backend does fastest, for which
+    MLX is loaded; else they are in the order that is usual.
+    """
     from uma.architecture import architecture_from_config
     from uma.plan.forms import forms_of
     from uma.plan.inference import plan_inference
@@ -99,20 +106,36 @@ def plan_of(
         bits=chosen.bits,
         mode=chosen.mode,
         group_size=chosen.group_size,
-        float32_first=float32_first(chosen, machine),
+        backend=machine.backend,
     )
-    if chosen.dequantize == "always":
+    if chosen.dequantize == "never":
+        forms = forms[-1:]
+    elif chosen.dequantize == "always":
         forms = forms[:1]
-    return Planned(source, plan_inference(architecture, forms, request_of(chosen), machine, extra))
+    elif timed and len(forms) > 1:
+        forms = by_speed(forms, architecture, source.config)
+    plan = plan_inference(architecture, forms, request_of(chosen), machine, extra)
+    return Planned(source, plan)
 
 
-def float32_first(chosen: "RunOptions", machine: "Machine") -> bool:
-    """Whether float32 weights are tried first: on MLX's CPU backend only."""
-    if machine.backend != "cpu" or chosen.dequantize == "never" or chosen.bits == 16:
-        return False
-    from uma.system.mlx_cpu import openblas_installed
+def by_speed(
+    forms: "tuple[Form, ...]", architecture: "Architecture", config: dict[str, Any]
+) -> "tuple[Form, ...]":
+    """The forms that this backend can run, the fastest first."""
+    from uma.architecture.layers import Experts
+    from uma.quantization import quantization_of_config
+    from uma.runtime.backend import fastest_form, form_rates
 
-    return chosen.dequantize == "always" or openblas_installed()
+    parts = [part for layer in architecture.layers for part in layer.feed_forward]
+    experts = any(isinstance(part, Experts) for part in parts)
+    stored = quantization_of_config(config)
+    packed = forms[-1].quantization or (stored.default if stored else None)
+    rates = form_rates(packed, architecture.dtype, experts=experts)
+    left = {form.kind: form for form in forms if form.kind in rates}
+    ordered = []
+    while left:
+        ordered.append(left.pop(fastest_form(rates, left.keys())))
+    return tuple(ordered)
 
 
 def does_not_fit(planned: Planned) -> DoesNotFit:

@@ -33,7 +33,7 @@ def ready(chosen: RunOptions, command: str = "uma run") -> Iterator[Ready]:
     """The model of ``chosen``, loaded within its plan.
 
     Raises:
-        DoesNotFit: If the plan exceeds the limit, before anything is downloaded where that is known.
+        DoesNotFit: If the plan exceeds the limit; before a download where that is known.
     """
     blas = require_mlx(chosen.quiet)
     from uma.paths import state_folder
@@ -47,7 +47,7 @@ def ready(chosen: RunOptions, command: str = "uma run") -> Iterator[Ready]:
     source = on_disk(chosen, source)
     draft = None if chosen.draft_model is None else draft_source(chosen)
     extra = () if draft is None else draft_terms(chosen, draft, machine)
-    planned = plan_of(chosen, source, machine, extra)
+    planned = plan_of(chosen, source, machine, extra, timed=True)
     require_fit(chosen, planned)
     tell_plan(chosen, planned)
     with (

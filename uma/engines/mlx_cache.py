@@ -3,7 +3,9 @@
 mlx-lm 0.32.2: ``make_prompt_cache`` in ``models/cache.py`` and ``make_cache`` of each module.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from uma.architecture.layers import (
     Architecture,
@@ -17,18 +19,21 @@ from uma.memory.kv_cache import LayerCache, StateCache, TokenCache
 
 # Modules without ``make_cache``: every layer gets the same cache, sliding or not, and only these
 # honour ``max_kv_size`` (first 4 tokens kept).
-UNIFORM = frozenset(
-    "cohere deepseek_v2 deepseek_v3 gemma gemma2 glm4 glm4_moe kimi_k25 minimax mistral3 mixtral "
-    "olmo2 phi3 phimoe qwen2 qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe smollm3 "
-    "starcoder2".split()
-)
+_UNIFORM = """
+apertus bailing_moe cohere dbrx deepseek deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe gemma
+gemma2 glm glm4 glm4_moe glm4_moe_lite granite granitemoe helium hunyuan_v1_dense internlm2
+internlm3 kimi_k25 mimo minicpm minimax mistral3 mistral4 mixtral nemotron olmo2 olmoe phi phi3
+phimoe qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe seed_oss smollm3 solar_open
+stablelm starcoder2
+"""
+UNIFORM = frozenset(_UNIFORM.split())
 KEPT_TOKENS = 4
 
 # Modules that cache the expanded keys and values of latent attention, not the latent.
 EXPANDED = frozenset({"deepseek_v2", "minicpm3"})
 
 # Modules that compute attention themselves and need plain arrays from their cache.
-OWN_ATTENTION = frozenset({"gemma2"})
+OWN_ATTENTION = frozenset({"gemma2", "phi", "stablelm"})
 
 # Modules that hand keys and values from one layer to another as plain arrays.
 SHARED_ARRAYS = frozenset({"gemma4", "gemma4_text"})
@@ -60,23 +65,44 @@ def layer_caches(
     kv_group_size: int = 64,
 ) -> tuple[LayerCache, ...]:
     """The caches of every layer that holds one, in the order of mlx-lm's list."""
-    caches = [
-        LayerCache(i, tuple(_cache(architecture, mixer, max_kv_size) for mixer in layer.mixers))
+    chosen = kv_quantization(architecture, kv_group_size).layers if kv_bits else ()
+    return tuple(
+        LayerCache(
+            i,
+            tuple(
+                replace(cache, kv_bits=kv_bits, kv_group_size=kv_group_size)
+                if i in chosen and _is_quantizable(cache)
+                else cache
+                for cache in _caches(architecture, layer, max_kv_size)
+            ),
+        )
         for i, layer in enumerate(architecture.layers)
         if _holds_cache(layer)
-    ]
-    if kv_bits is None:
-        return tuple(caches)
-    chosen = set(kv_quantization(architecture, kv_group_size).layers)
-    return tuple(
-        _quantized(cache, kv_bits, kv_group_size) if cache.layer in chosen else cache
-        for cache in caches
     )
+
+
+def _is_quantizable(cache: TokenCache | StateCache) -> TypeGuard[TokenCache]:
+    """Whether it holds keys and values of heads; an indexer's keys are one narrow head."""
+    return isinstance(cache, TokenCache) and cache.kind == "KVCache" and not cache.index
 
 
 def _holds_cache(layer: Layer) -> bool:
     sources = [m.kv_source for m in layer.mixers if isinstance(m, Attention)]
     return bool(layer.mixers) and all(source is None for source in sources)
+
+
+def _caches(
+    architecture: Architecture, layer: Layer, max_kv_size: int | None
+) -> Iterator[TokenCache | StateCache]:
+    """The caches of a layer's mixers, and those of their indexers."""
+    for mixer in layer.mixers:
+        yield _cache(architecture, mixer, max_kv_size)
+        if isinstance(mixer, LatentAttention) and mixer.index_head_dim:
+            # The values are zeros of the keys' size (mlx-lm 0.32.2, deepseek_v32.py, Indexer).
+            width = (1, mixer.index_head_dim)
+            yield TokenCache("KVCache", (width, width), index=True)
+        elif isinstance(mixer, Attention) and mixer.index_head_dim:
+            yield TokenCache("KVCache", ((1, mixer.index_head_dim), (1, 0)), index=True)
 
 
 def _cache(
@@ -105,16 +131,6 @@ def _widths(mixer: Attention | LatentAttention, expanded: bool) -> tuple[tuple[i
         heads, key_dim = mixer.num_attention_heads, mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
         return ((heads, key_dim), (heads, mixer.v_head_dim))
     return ((1, mixer.kv_lora_rank), (1, mixer.qk_rope_head_dim))
-
-
-def _quantized(layer: LayerCache, kv_bits: int, kv_group_size: int) -> LayerCache:
-    caches = tuple(
-        replace(cache, kv_bits=kv_bits, kv_group_size=kv_group_size)
-        if isinstance(cache, TokenCache) and cache.kind == "KVCache"
-        else cache
-        for cache in layer.caches
-    )
-    return replace(layer, caches=caches)
 
 
 def kv_quantization(architecture: Architecture, kv_group_size: int = 64) -> KVQuantization:
@@ -165,7 +181,10 @@ def _mixer_reason(mixer: Mixer, expanded: bool, kv_group_size: int) -> str | Non
         return "sliding window"
     elif mixer.attention_chunk_size is not None:
         return "chunked attention"
-    for _, dim in _widths(mixer, expanded):
+    widths = _widths(mixer, expanded)
+    if len(set(widths)) > 1 and mixer.num_attention_heads > widths[0][0]:
+        return "keys and values of different widths"
+    for _, dim in widths:
         if dim % kv_group_size:
             return f"head dimension {dim} is not whole groups of {kv_group_size}"
     return None

@@ -36,8 +36,10 @@ BOOL = 1
 STEPPED = frozenset({"mamba"})
 STEPPED_WITHOUT_KERNEL = frozenset({"gated_delta", "kimi_delta"})
 
-# Recurrent layers whose cached convolution inputs are a slice of the whole chunk's array, which
-# it keeps alive (lfm2.py, mamba.py, mamba2.py: no ``mx.contiguous``).
+# Recurrent layers whose cached convolution inputs are cut from the array of the whole chunk. The
+# cut is evaluated last, so every layer's array lives to the end of the call; where the cut is a
+# view (no ``mx.contiguous``: lfm2.py, mamba.py, mamba2.py) it lives until the next one.
+CUTS_CHUNK = frozenset({"short_conv", "mamba", "mamba2", "gated_delta", "kimi_delta"})
 KEEPS_CHUNK = frozenset({"short_conv", "mamba", "mamba2"})
 
 
@@ -53,7 +55,8 @@ class Call:
     cached_tokens: int = 0
     batch_size: int = 1
     activation_bytes: int = 2
-    kv_quantized: bool = False
+    kv_bits: int | None = None
+    kv_group_size: int = 64
     expanded: bool = False
     unfused: bool = False
 
@@ -78,9 +81,7 @@ class Transient:
         return self.activations + self.attention
 
     def __add__(self, other: "Transient") -> "Transient":
-        return Transient(
-            self.activations + other.activations, self.attention + other.attention
-        )
+        return Transient(self.activations + other.activations, self.attention + other.attention)
 
 
 def largest(parts: list[Transient]) -> Transient:
@@ -137,15 +138,17 @@ def kv_widths(mixer: Attention | LatentAttention) -> tuple[int, int]:
     return heads * (mixer.qk_nope_head_dim + mixer.qk_rope_head_dim), heads * mixer.v_head_dim
 
 
-def held_bytes(layer: Layer, call: Call) -> Transient:
-    """What a layer keeps alive while other layers run: masks shared by layers, cut chunks."""
-    activations = attention = 0
-    for mixer in layer.mixers:
-        if isinstance(mixer, Recurrent) and mixer.kind in KEEPS_CHUNK:
-            activations += sum(
-                call.array(state.shape[-1]) for state in mixer.states if "conv" in state.name
-            )
-    return Transient(activations, attention)
+def held_bytes(layer: Layer, call: Call) -> int:
+    """What a layer keeps alive while other layers run: the inputs of its convolution."""
+    return sum(
+        call.array(_conv_width(mixer))
+        for mixer in layer.mixers
+        if isinstance(mixer, Recurrent) and mixer.kind in CUTS_CHUNK
+    )
+
+
+def _conv_width(mixer: Recurrent) -> int:
+    return sum(state.shape[-1] for state in mixer.states if "conv" in state.name)
 
 
 def layer_transient(layer: Layer, hidden_size: int, call: Call) -> Transient:
@@ -153,7 +156,10 @@ def layer_transient(layer: Layer, hidden_size: int, call: Call) -> Transient:
     mixing = Transient()
     for mixer in layer.mixers:
         mixing += mixer_transient(mixer, hidden_size, call)
-    stages = [mixing, *(_feed_forward(part, hidden_size, _biased(layer), call) for part in layer.feed_forward)]
+    stages = [
+        mixing,
+        *(_feed_forward(part, hidden_size, _biased(layer), call) for part in layer.feed_forward),
+    ]
     residual = Transient(call.array(hidden_size))
     return residual + largest(stages)
 
@@ -163,9 +169,7 @@ def mixer_transient(mixer: Mixer, hidden_size: int, call: Call) -> Transient:
     if isinstance(mixer, Recurrent):
         return _recurrent(mixer, hidden_size, call)
     stages = [_projected(mixer, hidden_size, call)]
-    if isinstance(mixer, Attention):
-        stages.append(_scored(mixer, call))
-    elif call.expanded or call.tokens == 1:
+    if isinstance(mixer, Attention) or call.expanded or call.tokens == 1:
         stages.append(_scored(mixer, call))
     else:
         stages.append(_latent(mixer, call))
@@ -190,20 +194,29 @@ def _scored(mixer: Attention | LatentAttention, call: Call) -> Transient:
     """Softmax in place over one matrix of scores, with queries, mask and output beside it.
 
     A sink column makes the scores a new array, and its removal a copy. Expanded latent attention
-    keeps the projection that holds keys and values until the values are cached. The values of a first
-    chunk of whole cache steps are the projection itself, which the product with the scores copies
-    for every head.
+    keeps the projection that holds keys and values until the values are cached. The values of a
+    first chunk of whole cache steps are the projection itself, which the product with the scores
+    copies for every head.
     """
     scores = score_bytes(mixer, call)
     if isinstance(mixer, Attention) and mixer.sinks:
         scores *= SINK_SCORES
-    beside = call.array(query_width(mixer) + output_width(mixer))
+    beside = call.array(query_width(mixer) + output_width(mixer)) + _unpacked(mixer, call)
     if isinstance(mixer, LatentAttention):
         heads = mixer.num_attention_heads
         beside += call.array(heads * (mixer.qk_nope_head_dim + mixer.v_head_dim))
     if call.cached_tokens == 0 and (call.tokens % STEP == 0 or _slides(mixer)):
         beside += call.array(output_width(mixer))
     return Transient(beside, scores + mask_bytes(mixer, call))
+
+
+def _unpacked(mixer: Attention | LatentAttention, call: Call) -> int:
+    """Quantized keys repeated for every query head: MLX's CPU product wants them contiguous."""
+    if call.kv_bits is None or not call.cached_tokens or not isinstance(mixer, Attention):
+        return 0
+    scales = 2 * call.activation_bytes * (mixer.head_dim // call.kv_group_size)
+    one = mixer.head_dim * call.kv_bits // 8 + scales
+    return call.batch_size * mixer.num_attention_heads * attended_tokens(mixer, call) * one
 
 
 def _slides(mixer: Mixer) -> bool:
@@ -227,11 +240,11 @@ def _latent(mixer: LatentAttention, call: Call) -> Transient:
 
 def _recurrent(mixer: Recurrent, hidden_size: int, call: Call) -> Transient:
     """Projections and convolution, and either a state for every token or pairs within blocks."""
-    conv = sum(state.shape[-1] for state in mixer.states if "conv" in state.name)
+    conv = _conv_width(mixer)
     inner = mixer.inner_size
     if mixer.kind in STEPPED | STEPPED_WITHOUT_KERNEL:
         state = sum(_elements(s.shape) for s in mixer.states if "conv" not in s.name)
-        activations = call.array(hidden_size + 4 * conv + 3 * inner)
+        activations = call.array(hidden_size + 2 * conv + 3 * inner)
         return Transient(activations + call.rows * state * FLOAT32)
     kept = conv if mixer.kind in KEEPS_CHUNK and call.cached_tokens else 0
     activations = call.array(hidden_size + 2 * conv + 2 * inner + kept)
@@ -264,7 +277,9 @@ def _feed_forward(
     routed = max(hidden_size + between, 3 * hidden_size + width)
     shared = _between(part.shared_intermediate_size, part.gated)
     router = call.rows * part.num_experts * (call.activation_bytes + 2 * FLOAT32)
-    return Transient(call.array(hidden_size + max(part.num_experts_per_tok * routed, shared)) + router)
+    return Transient(
+        call.array(hidden_size + max(part.num_experts_per_tok * routed, shared)) + router
+    )
 
 
 def _biased(layer: Layer) -> bool:

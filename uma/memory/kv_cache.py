@@ -4,8 +4,9 @@ The arithmetic of ``mlx_lm/models/cache.py`` (mlx-lm 0.32.2) on shapes alone. Wh
 gets is the engine's rule: ``uma.engines.mlx_cache``.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from uma.architecture.layers import State
@@ -21,6 +22,7 @@ class TokenCache:
 
     ``widths`` are (heads, dim) of its keys and of its values. ``max_size`` is the window of a
     rotating cache or the chunk of a chunked one. With ``kv_bits`` it is a ``QuantizedKVCache``.
+    ``index`` marks the keys of an indexer, beside those of its attention.
     """
 
     kind: CacheKind
@@ -29,6 +31,7 @@ class TokenCache:
     keep: int = 0
     kv_bits: int | None = None
     kv_group_size: int = 64
+    index: bool = False
 
     def slot_bytes(self, dtype_bytes: int = 2) -> int:
         """Bytes of one slot: keys and values, or their packed words, scales and biases."""
@@ -46,20 +49,13 @@ class StateCache:
 
     states: tuple[State, ...]
 
-    def state_bytes(self, dtype_bytes: int = 2) -> int:
-        """Bytes of the states of one sequence."""
+    def state_bytes(self, dtype_bytes: int = 2, call_tokens: int = 0) -> int:
+        """Bytes of the states of one sequence, and of what they keep of the last call."""
         return sum(
-            state_size(state) * (4 if state.dtype == "float32" else dtype_bytes)
+            (prod(state.shape) + state.per_token * call_tokens)
+            * (4 if state.dtype == "float32" else dtype_bytes)
             for state in self.states
         )
-
-
-def state_size(state: State) -> int:
-    """Number of elements of a state."""
-    size = 1
-    for dim in state.shape:
-        size *= dim
-    return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +210,19 @@ def cache_bytes(
 
 
 def state_bytes(
-    layers: Iterable[LayerCache], *, batch_size: int = 1, dtype_bytes: int = 2
+    layers: Iterable[LayerCache],
+    *,
+    batch_size: int = 1,
+    dtype_bytes: int = 2,
+    call_tokens: int = 0,
 ) -> int:
-    """Bytes of the recurrent states, which do not depend on the number of tokens."""
+    """Bytes of the recurrent states, which do not depend on the number of tokens.
+
+    With ``call_tokens``, the bytes that they keep in memory after a call with so many tokens:
+    more than their own where a state is a view of an array with a row for each.
+    """
     return batch_size * sum(
-        cache.state_bytes(dtype_bytes)
+        cache.state_bytes(dtype_bytes, call_tokens)
         for layer in layers
         for cache in layer.caches
         if isinstance(cache, StateCache)

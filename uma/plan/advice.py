@@ -39,7 +39,9 @@ def _remedies(plan: InferencePlan, source: ModelSource) -> Iterator[str]:
         if cache is not None:
             yield _sentence("--kv-bits 8", cache)
     for bits in _fewer_bits(plan, source):
-        fewer = _tried(plan, forms_of(source, plan.architecture, bits=bits), asked)
+        fewer = _tried(plan, forms_of(
+            source, plan.architecture, bits=bits, backend=plan.machine.backend
+        ), asked)
         if fewer is not None:
             yield _sentence(f"--bits {bits}", fewer)
             return
@@ -48,8 +50,6 @@ def _remedies(plan: InferencePlan, source: ModelSource) -> Iterator[str]:
 def _fewer_bits(plan: InferencePlan, source: ModelSource) -> list[int]:
     """Widths below the planned one that the stored weights can be quantized to."""
     held = plan.form.quantization
-    if held is None and plan.form.dequantize:
-        return []
     stored = quantization_of_config(source.config or {})
     most = min(
         held.bits if held is not None else 16, stored.default.bits if stored is not None else 16

@@ -39,12 +39,12 @@ def _mlx_lm(source: ModelSource, plan: InferencePlan) -> tuple[list[str], list[s
         arguments += ["--kv-bits", str(workload.kv_bits)]
         arguments += ["--kv-group-size", str(workload.kv_group_size)]
     comments = [
-        f"planned for {workload.context_tokens:,} tokens; mlx_lm.server itself has no bound on them",
+        f"planned for {workload.context_tokens:,} tokens, which mlx_lm.server does not enforce",
         f"one request at a time, and {caches:,} bytes of saved caches: one context",
     ]
     if plan.form.quantization is not None and source.kind != "mlx":
         comments.append(
-            f"the plan is for {plan.form.name}: mlx_lm.server loads what is stored, so convert first"
+            f"planned as {plan.form.name}: mlx_lm.server loads what is stored, so convert first"
         )
     return comments, arguments
 

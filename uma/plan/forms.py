@@ -21,6 +21,7 @@ from uma.quantization import (
     quantization_for,
     quantization_of_config,
 )
+from uma.workload import Backend
 
 DEFAULT_BITS = 4
 
@@ -32,9 +33,12 @@ def forms_of(
     bits: int | None = None,
     mode: str | None = None,
     group_size: int | None = None,
-    float32_first: bool = False,
+    backend: Backend = "metal",
 ) -> tuple[Form, ...]:
-    """The forms to try, for a source whose ``config`` is known.
+    """The forms to try, for a source whose ``config`` is known; on Metal there is one.
+
+    On MLX's CPU backend products of float32 numbers are many times faster than of 16-bit ones, so
+    the model in float32 comes first, and one with float32 scales second.
 
     Raises:
         UsageError: If the asked bits cannot be had from the stored weights.
@@ -53,7 +57,10 @@ def forms_of(
             if wanted is None
             else _quantized_form(source, architecture, wanted)
         )
-    return (_float32_form(architecture, form), form) if float32_first else (form,)
+    if backend == "metal" or architecture.dtype == "float32":
+        return (form,)
+    scaled = _float32_scales_form(architecture, form, stored)
+    return (_float32_form(architecture, form), *([scaled] if scaled else []), form)
 
 
 def _stored_form(
@@ -71,10 +78,9 @@ def _stored_form(
         )
     if wanted is not None and wanted != stored.default:
         return _quantized_form(source, architecture, wanted)
-    weights = _from_headers(source.headers, architecture) or weight_bytes(
-        architecture, stored, DTYPE_BYTES[architecture.dtype]
-    )
-    return Form(str(stored.default), weights, DTYPE_BYTES[architecture.dtype])
+    width = DTYPE_BYTES[architecture.dtype]
+    weights = _from_headers(source.headers, architecture)
+    return Form(str(stored.default), weights or weight_bytes(architecture, stored, width), width)
 
 
 def _full_form(source: ModelSource, architecture: Architecture) -> Form:
@@ -97,22 +103,45 @@ def _quantized_form(
     return Form(str(quantization), weights, width, load, notes, quantization=quantization)
 
 
-def _float32_form(architecture: Architecture, base: Form) -> Form:
-    """Every parameter as float32: what MLX's CPU backend multiplies fastest."""
-    weights = weight_bytes(architecture, None, 4)
-    times = weights.size_bytes / base.weights.size_bytes
-    load = mlx.load_terms(architecture, weights, quantization=None, source_dtype_bytes=4)
-    note = (
-        f"held as float32, {times:.1f} times the bytes of {base.name}: MLX's CPU backend is "
-        "faster with it (--dequantize never keeps the stored form)"
+def _float32_scales_form(
+    architecture: Architecture, base: Form, stored: StoredQuantization | None
+) -> Form | None:
+    """Packed matrices as in ``base``; scales, biases, norms and activations in float32."""
+    formats = base.quantization or stored
+    if formats is None:
+        return None
+    weights = weight_bytes(architecture, formats, 4)
+    return replace(
+        base,
+        name=f"{base.name}, float32 scales",
+        weights=replace(weights, source=f"config shapes x {base.name}, float32 scales"),
+        activation_bytes=4,
+        notes=(*base.notes, _float32_note(weights, base)),
+        kind="float32_scales",
     )
-    return Form(
-        "float32",
-        replace(weights, source="config shapes x float32"),
-        4,
-        load,
-        (note,),
-        dequantize=True,
+
+
+def _float32_form(architecture: Architecture, base: Form) -> Form:
+    """Every parameter as float32."""
+    weights = replace(weight_bytes(architecture, None, 4), source="config shapes x float32")
+    load = mlx.load_terms(architecture, weights, quantization=None, source_dtype_bytes=4)
+    notes = (*base.notes, _float32_note(weights, base))
+    return replace(
+        base,
+        name="float32",
+        weights=weights,
+        activation_bytes=4,
+        load_terms=load,
+        notes=notes,
+        kind="float32",
+    )
+
+
+def _float32_note(weights: MemoryTerm, base: Form) -> str:
+    times = weights.size_bytes / base.weights.size_bytes
+    return (
+        f"{times:.1f} times the bytes of {base.name}, because MLX's CPU backend is faster with "
+        "float32 (--dequantize never keeps the stored form)"
     )
 
 
@@ -127,9 +156,9 @@ def _from_headers(headers: tuple[Header, ...], architecture: Architecture) -> Me
             if name in names:
                 held.add(name)
                 size_bytes += tensor.size_bytes
-    return (
-        MemoryTerm("weights", size_bytes, "exact", "safetensors headers") if held == names else None
-    )
+    if held != names:
+        return None
+    return MemoryTerm("weights", size_bytes, "exact", "safetensors headers")
 
 
 def _parameter_name(tensor: str) -> str:

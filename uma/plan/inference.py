@@ -1,7 +1,8 @@
-"""The plan of one run on one machine: form of the weights, context, prefill step, ledger, verdict."""
+"""The plan of one run: form of the weights, context, prefill step, ledger, verdict."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from uma.architecture.layers import Architecture
 from uma.engines import mlx
@@ -16,13 +17,16 @@ DEFAULT_CONTEXT_TOKENS = 32_768
 SMALLEST_PREFILL_STEP = 64  # a smaller chunk saves little: what one token needs dominates
 CONTEXT_STEP = 256  # mlx-lm 0.32.2, models/cache.py: caches grow by this many tokens
 
+FormKind = Literal["stored", "float32_scales", "float32"]
+
 
 @dataclass(frozen=True, slots=True)
 class Form:
     """The weights as they will be held: their format's name, their term, the activations' width.
 
-    ``load_terms`` are what making the form takes on top, while it is being loaded: quantizing to
-    ``quantization``, or dequantizing to float32.
+    ``kind`` is how they are made from what is stored: left or quantized (``stored``), with scales
+    and all else in float32, or dequantized to float32. ``load_terms`` are what making them takes
+    on top, while loading.
     """
 
     name: str
@@ -31,7 +35,7 @@ class Form:
     load_terms: tuple[MemoryTerm, ...] = ()
     notes: tuple[str, ...] = ()
     quantization: Quantization | None = None
-    dequantize: bool = False
+    kind: FormKind = "stored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class InferencePlan:
     ledger: Ledger
     active_peak_bytes: int
     largest_buffer_bytes: int
+    largest_output_bytes: int
     notes: tuple[str, ...] = ()
 
     @property
@@ -129,7 +134,7 @@ def _extra_terms(plan: InferencePlan) -> tuple[MemoryTerm, ...]:
 
 def _plan(case: _Case, request: Request, budget: Budget) -> InferencePlan:
     workload = _decided(case, request, budget)
-    notes = list(case.form.notes)
+    notes = [*case.form.notes, *mlx.notes(case.architecture)]
     asked_step = request.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
     if workload.prefill_step_size < min(asked_step, workload.longest_prompt_tokens):
         notes.append(
@@ -164,13 +169,11 @@ def _finished(
         budget.limit_bytes,
         verdict(active_peak_bytes, budget),
     )
-    largest = mlx.largest_buffer_bytes(
-        case.architecture,
-        case.form.weights,
-        workload,
-        backend=case.machine.backend,
-        activation_bytes=case.form.activation_bytes,
-    )
+    asked = (case.architecture, case.form.weights, workload)
+    widths = {
+        "backend": case.machine.backend,
+        "activation_bytes": case.form.activation_bytes,
+    }
     return InferencePlan(
         case.architecture,
         case.machine,
@@ -179,13 +182,14 @@ def _finished(
         budget,
         ledger,
         active_peak_bytes,
-        largest,
+        mlx.largest_buffer_bytes(*asked, **widths),
+        mlx.largest_output_bytes(*asked, **widths),
         notes,
     )
 
 
 def _decided(case: _Case, request: Request, budget: Budget) -> Inference:
-    """Context and prefill step: the most that fits the budget, else the limit, else what is asked."""
+    """Context and prefill step: the most that fits the budget, else the limit, else as asked."""
     longest = case.architecture.max_position_embeddings or DEFAULT_CONTEXT_TOKENS
     wanted = Inference(
         context_tokens=request.context_tokens or min(longest, DEFAULT_CONTEXT_TOKENS),

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from uma.errors import UsageError
 from uma.runtime.answer import Answer, FinishReason
-from uma.runtime.generate import Settings, generation_limit, sampler
+from uma.runtime.generate import DEFAULTS, Settings, generation_limit, sampler
 from uma.runtime.load import LoadedModel
 
 BLOCK_TOKENS = 16  # vLLM 0.11, --block-size: tokens of one block of a paged cache
@@ -19,6 +19,7 @@ class BatchAnswer:
     """The answer to one prompt."""
 
     text: str
+    tokens: tuple[int, ...]
     prompt_tokens: int
     generation_tokens: int
     finish_reason: FinishReason
@@ -26,7 +27,7 @@ class BatchAnswer:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """Answers in the order of the prompts, and the caches at the step that held most.
+    """Answers in the order of the prompts, and the caches at the last step that held most.
 
     ``held_bytes`` is what the engine's arrays took there, ``used_bytes`` the part of them that
     held tokens, ``paged_bytes`` what blocks of ``BLOCK_TOKENS`` would take for the same tokens.
@@ -62,14 +63,18 @@ class _Run:
         return answer.finish_reason is not None
 
     def note(self, held_bytes: int) -> None:
-        if held_bytes > self.held_bytes:
+        if held_bytes >= self.held_bytes:
             self.held_bytes, self.at_most = held_bytes, list(self.tokens.values())
 
     def result(self, uid: int) -> BatchAnswer:
         answer = self.answers[uid]
         assert answer.finish_reason is not None
         return BatchAnswer(
-            self.texts[uid], len(answer.prompt), len(answer.tokens), answer.finish_reason
+            self.texts[uid],
+            tuple(answer.tokens),
+            len(answer.prompt),
+            len(answer.tokens),
+            answer.finish_reason,
         )
 
 
@@ -78,7 +83,7 @@ def batch(
     prompts: list[list[int]],
     *,
     context_tokens: int,
-    settings: Settings = Settings(),
+    settings: Settings = DEFAULTS,
     batch_size: int = 8,
     on_answer: Callable[[int, BatchAnswer], None] | None = None,
 ) -> BatchResult:

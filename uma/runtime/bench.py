@@ -63,7 +63,9 @@ def bench(
     try:
         for i in range(num_trials + 1):
             on_trial(i, num_trials + 1)
-            trial, cache_bytes = _trial(loaded, prompts, generation_tokens, prefill_step_size, meter)
+            trial, cache_bytes = _trial(
+                loaded, prompts, generation_tokens, prefill_step_size, meter
+            )
             trials.append(trial)
     finally:
         meter.finish()

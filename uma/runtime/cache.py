@@ -37,6 +37,13 @@ class PromptCache:
         return sum(a.nbytes for layer in self.layers for a in _arrays(layer))
 
     @property
+    def state_nbytes(self) -> int:
+        """Bytes of those caches that do not grow with the tokens: recurrent states."""
+        return sum(
+            part.nbytes for layer in self.layers for part in _parts(layer) if not _counts(part)
+        )
+
+    @property
     def summary(self) -> str:
         """What was built, such as ``quantized 7 of 42 layers``."""
         if self.kv_bits is None:
@@ -63,14 +70,11 @@ def prompt_cache(
     from mlx_lm.models.cache import make_prompt_cache
 
     if kv_bits is None:
-        return PromptCache(
-            make_prompt_cache(model),
-            context_tokens,
-            0,
-            None,
-            kv_group_size,
-            lambda: make_prompt_cache(model),
-        )
+
+        def plain() -> list[Any]:
+            return list(make_prompt_cache(model))
+
+        return PromptCache(plain(), context_tokens, 0, None, kv_group_size, plain)
     if kv_bits not in KV_BITS:
         raise UsageError(f"--kv-bits {kv_bits} is not possible; allowed: 2, 4, 8")
     able = quantizable(model, kv_bits=kv_bits, kv_group_size=kv_group_size)
@@ -84,7 +88,7 @@ def prompt_cache(
         raise UmaError(f"the caches of layers {missing} cannot be quantized as planned")
 
     def make() -> list[Any]:
-        layers = make_prompt_cache(model)
+        layers = list(make_prompt_cache(model))
         for i in chosen:
             layers[i] = _in_bits(layers[i], kv_bits, kv_group_size)
         return layers
@@ -137,6 +141,11 @@ def _parts(layer: Any) -> Iterator[Any]:
     yield from getattr(layer, "caches", (layer,))
 
 
+def _counts(part: Any) -> bool:
+    """Whether a cache counts its tokens; recurrent states do not."""
+    return hasattr(part, "offset")
+
+
 def _arrays(layer: Any) -> Iterator[mx.array]:
     """Arrays of a layer's cache; the state also lists plain numbers."""
     for part in _parts(layer):
@@ -147,13 +156,8 @@ def _arrays(layer: Any) -> Iterator[mx.array]:
 
 def held_tokens(cache: PromptCache) -> int | None:
     """The most tokens that any cache object says it has seen, or ``None`` if none counts them."""
-    offsets = [
-        int(part.offset)
-        for layer in cache.layers
-        for part in _parts(layer)
-        if hasattr(part, "offset")
-    ]
-    return max(offsets, default=None)
+    parts = (part for layer in cache.layers for part in _parts(layer))
+    return max((int(part.offset) for part in parts if _counts(part)), default=None)
 
 
 def check_bound(cache: PromptCache) -> None:

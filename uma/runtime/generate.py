@@ -41,13 +41,20 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``max_tokens`` of ``None`` means up to the context; ``stop`` strings end the answer."""
+    """``max_tokens`` of ``None`` means up to the context; ``stop`` strings end the answer.
+
+    With ``logprobs`` each piece carries those of the whole vocabulary, and keeps them in memory.
+    """
 
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE
     stop: tuple[str, ...] = ()
     num_draft_tokens: int = 3
+    logprobs: bool = False
+
+
+DEFAULTS = Settings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,7 @@ def generate(
     loaded: LoadedModel,
     prompt_tokens: list[int],
     cache: PromptCache,
-    settings: Settings = Settings(),
+    settings: Settings = DEFAULTS,
     *,
     draft: Draft | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
@@ -243,12 +250,14 @@ class _Run:
     def add(self, token: int, logprobs: Any, from_draft: bool) -> Iterator[Piece]:
         self.last = time.perf_counter()
         self.first = self.first or self.last
+        self.prefill_cache_bytes = self.prefill_cache_bytes or self.cache.nbytes
         self.drafted += from_draft
         *before, now = [Piece(s.text, thinking=s.thinking) for s in self.answer.add(token)] or [
             Piece()
         ]
         yield from before
-        yield Piece(now.text, token, now.thinking, from_draft, logprobs)
+        shown = logprobs if self.settings.logprobs else None
+        yield Piece(now.text, token, now.thinking, from_draft, shown)
 
     def stats(self) -> Stats:
         prompt, generated = len(self.answer.prompt), len(self.answer.tokens)

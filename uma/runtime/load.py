@@ -12,11 +12,13 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from uma.errors import CheckpointError, UmaError, UnsupportedModel, UsageError
 from uma.quantization import Quantization
+from uma.runtime.limits import memory_limits
 
 Progress = Callable[[int, int], None]
 """Called with the number of layers done and their total."""
 
 _FLOATS = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+_SLICE_ELEMENTS = 1 << 15
 _FIRST_INDEX = re.compile(r"^.*?\.\d+(?=\.)")
 
 
@@ -49,35 +51,34 @@ def load(
 ) -> LoadedModel:
     """Load the model and tokenizer of an MLX or Hugging Face ``folder``.
 
-    With neither ``quantization`` nor ``dequantize_to`` the numbers stay as stored; ``dtype`` first
-    casts floating-point parameters as ``mlx_lm.convert`` does. ``quantization`` quantizes the
-    matrices that ``mlx_lm.convert`` would, one at a time, so that the peak stays near one matrix
-    above the result. ``dequantize_to="float32"`` makes every parameter float32, which is the fast
-    form on MLX's CPU backend.
+    The numbers stay as stored, but for what is asked, in this order: ``dtype`` casts the
+    floating-point parameters as ``mlx_lm.convert`` does, those of quantized matrices (scales)
+    included; ``quantization`` quantizes the matrices that ``mlx_lm.convert`` would;
+    ``dequantize_to="float32"`` makes every parameter float32. It is done one matrix at a time,
+    so that the peak stays near one matrix above the result.
 
     Raises:
         CheckpointError: If a file is missing or malformed, or does not match ``config.json``.
         UnsupportedModel: If mlx-lm has no module for ``model_type``, or it needs remote code.
     """
-    if quantization is not None and dequantize_to is not None:
-        raise ValueError("choose quantization or dequantize_to, not both")
     if dequantize_to not in (None, "float32"):
         raise ValueError(f"dequantize_to is 'float32' or None, got {dequantize_to!r}")
     model, config = _open(folder, trust_remote_code)
     notes = []
     if dtype is not None:
         _cast(model, dtype)
-    convert = None
+    stored = config.get("quantization")
+    convert: list[Convert] = []
+    if quantization is not None and (stored is None or _stored_form(stored) != quantization):
+        convert.append(_quantizer(model, quantization))
+        if stored is not None:
+            notes.append(f"requantized from {form_name(model)}")
     if dequantize_to is not None:
-        convert = _to_float32
-    elif quantization is not None:
-        stored = config.get("quantization")
-        if stored is None or _stored_form(stored) != quantization:
-            convert = _quantizer(model, quantization)
-            if stored is not None:
-                notes.append(f"requantized from {form_name(model)}")
+        convert.append(_to_float32)
     try:
-        _materialize(model, convert, progress)
+        # With a pool, lasting arrays would take over freed buffers of up to twice their size.
+        with memory_limits(cache=0):
+            _materialize(model, convert, progress)
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"the weights in {folder} cannot be read: {error}") from error
     adapter_bytes = 0 if adapter_path is None else _add_adapter(model, adapter_path)
@@ -175,7 +176,7 @@ def _leaves(model: nn.Module) -> list[tuple[str, nn.Module]]:
 Convert = Callable[[str, nn.Module], nn.Module]
 
 
-def _materialize(model: nn.Module, convert: Convert | None, progress: Progress | None) -> None:
+def _materialize(model: nn.Module, convert: list[Convert], progress: Progress | None) -> None:
     """Read, convert and replace one module after another; no source outlives its own turn.
 
     Evaluating all at once would hold every source until the end (mlx-lm's ``lazy`` path does).
@@ -184,26 +185,29 @@ def _materialize(model: nn.Module, convert: Convert | None, progress: Progress |
     for done, paths in enumerate(layers, start=1):
         for path in paths:
             module = _at(model, path)
-            if convert is not None and (new := convert(path, module)) is not module:
-                model.update_modules(tree_unflatten([(path, new)]))
-                module = new
+            for step in convert:
+                module = step(path, module)
+            model.update_modules(tree_unflatten([(path, module)]))
             mx.eval(module.parameters())
             del module
-            mx.clear_cache()
         if progress is not None:
             progress(done, len(layers))
-    if convert is _to_float32:
+    if _to_float32 in convert:
         model.set_dtype(mx.float32)
     mx.eval(model.parameters())
 
 
 def _by_layer(paths: list[str]) -> list[list[str]]:
-    """Paths grouped by the layer they are in; what is outside the layers stands alone."""
-    groups: dict[str, list[str]] = {}
+    """Paths grouped by layer, after those outside the layers, each of which stands alone.
+
+    Embedding and head, the largest matrices, are converted while nothing else is held.
+    """
+    outside = [[path] for path in paths if not _FIRST_INDEX.match(path)]
+    layers: dict[str, list[str]] = {}
     for path in paths:
-        match = _FIRST_INDEX.match(path)
-        groups.setdefault(match[0] if match else path, []).append(path)
-    return list(groups.values())
+        if match := _FIRST_INDEX.match(path):
+            layers.setdefault(match[0], []).append(path)
+    return outside + list(layers.values())
 
 
 def _at(model: nn.Module, path: str) -> Any:
@@ -231,9 +235,31 @@ def _quantizer(model: nn.Module, quantization: Quantization) -> Convert:
         verdict = True if predicate is None else predicate(path, module)
         if not verdict:
             return module
-        return module.to_quantized(**(verdict if isinstance(verdict, dict) else asked))
+        return _quantized(module, verdict if isinstance(verdict, dict) else asked)
 
     return convert
+
+
+def _quantized(module: Any, options: dict[str, Any]) -> Any:
+    """The module quantized; in slices of rows where MLX's CPU backend would take 20 times the size.
+
+    It composes mxfp4, mxfp8 and nvfp4 from array operations (mlx 0.32.4, ``fast.cpp``,
+    ``fp_quantize``); rows do not depend on each other.
+    """
+    new = module.to_quantized(**options)
+    rows = _SLICE_ELEMENTS // module.weight.shape[-1] + 1
+    flat = module.weight.reshape(-1, module.weight.shape[-1])
+    if options.get("mode", "affine") == "affine" or mx.default_device() == mx.gpu:
+        return new
+    if options.get("global_scale") or flat.shape[0] <= rows:
+        return new
+    parts = []
+    for start in range(0, flat.shape[0], rows):
+        parts.append(mx.quantize(flat[start : start + rows], **options))
+        mx.eval(parts[-1])
+    for name, pieces in zip(("weight", "scales"), zip(*parts, strict=True), strict=True):
+        setattr(new, name, mx.concatenate(list(pieces)).reshape(new[name].shape))
+    return new
 
 
 def _to_float32(_: str, module: nn.Module) -> nn.Module:
@@ -244,7 +270,7 @@ def _to_float32(_: str, module: nn.Module) -> nn.Module:
 
 def _dense(module: Any, dtype: mx.Dtype | None) -> Any:
     """A quantized module as its full-precision class with equal values; others unchanged."""
-    dense = next((new for old, new in _dense_classes() if type(module) is old), None)
+    dense: Any = next((new for old, new in _dense_classes() if type(module) is old), None)
     if dense is None:
         return module
     scales, biases = module.scales, module.get("biases")

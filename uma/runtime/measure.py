@@ -23,16 +23,17 @@ def mlx_memory() -> MlxMemory:
 
 @dataclass(slots=True)
 class PhaseMeter:
-    """Peaks of active memory by phase, and the highest active + pool of the whole time.
+    """Peaks of active memory by phase; the highest pool, and active + pool, of the whole time.
 
     Call ``enter`` with the name of the phase that begins; ``finish`` ends the last one. MLX keeps
-    an exact peak of active memory, which is read and reset at each border; it keeps none of active
-    plus pool, which a thread samples every ``interval_s`` seconds.
+    an exact peak of active memory, which is read and reset at each border; it keeps none of the
+    pool, which a thread samples every ``interval_s`` seconds.
     """
 
     interval_s: float = 0.002
     peaks: dict[str, int] = field(default_factory=dict)
     active_and_pool_bytes: int = 0
+    pool_bytes: int = 0
     _phase: str | None = None
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -64,8 +65,10 @@ class PhaseMeter:
         mx.reset_peak_memory()
 
     def _note(self) -> None:
-        held = mx.get_active_memory() + mx.get_cache_memory()
-        self.active_and_pool_bytes = max(self.active_and_pool_bytes, held)
+        active, pool = mx.get_active_memory(), mx.get_cache_memory()
+        if active == mx.get_active_memory():  # else a buffer may have moved and count twice
+            self.active_and_pool_bytes = max(self.active_and_pool_bytes, active + pool)
+            self.pool_bytes = max(self.pool_bytes, pool)
 
     def _sample(self) -> None:
         while not self._stop.wait(self.interval_s):

@@ -4,7 +4,9 @@ import errno
 import hashlib
 import json
 import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -46,7 +48,6 @@ def save_prompt(path: Path, cache: PromptCache, loaded: LoadedModel) -> None:
             raise UsageError(
                 f"mlx-lm cannot save a {type(layer).__name__}; leave --prompt-cache out"
             )
-    # mlx appends the suffix to a name without it (mlx 0.32.4, save_safetensors).
     partial = path.with_name(f".{path.name}.{os.getpid()}.safetensors")
     metadata = {
         "uma": _VERSION,
@@ -65,21 +66,24 @@ def save_prompt(path: Path, cache: PromptCache, loaded: LoadedModel) -> None:
 
 
 def load_prompt(path: Path, cache: PromptCache, loaded: LoadedModel) -> int:
-    """Fill ``cache`` from the file, as far as its context goes; tokens that it now holds.
+    """Fill ``cache`` from ``path``, as far as its context goes; tokens that it now holds.
 
     Raises:
-        CheckpointError: If the file is damaged or no prompt cache.
+        CheckpointError: If the file is missing, damaged or no prompt cache.
         UsageError: If it belongs to another model, or to other ``--kv-bits``.
     """
     from mlx_lm.models.cache import load_prompt_cache
 
+    if not path.is_file():
+        raise CheckpointError(f"there is no prompt cache {path}")
     try:
-        layers, metadata = load_prompt_cache(str(path), return_metadata=True)
+        with tempfile.TemporaryDirectory() as folder:
+            link = Path(folder) / "prompt.safetensors"  # MLX opens no other suffix
+            link.symlink_to(path.resolve())
+            layers, metadata = load_prompt_cache(str(link), return_metadata=True)
+            mx.eval([layer.state for layer in layers])
         tokens = [int(t) for t in json.loads(metadata["tokens"])]
         model = metadata["model"]
-        mx.eval([layer.state for layer in layers])
-    except FileNotFoundError:
-        raise
     except Exception as error:  # a hostile file can break mlx-lm's reader in any place
         raise CheckpointError(f"{path} is no prompt cache, or is damaged: {error}") from error
     if model != fingerprint(loaded):
@@ -98,7 +102,7 @@ def load_prompt(path: Path, cache: PromptCache, loaded: LoadedModel) -> int:
     return len(cache.tokens)
 
 
-def _kinds(layers: list[object]) -> str:
+def _kinds(layers: list[Any]) -> str:
     """The kinds of caches in order of first use, with the width of quantized ones."""
     names = []
     for layer in layers:

@@ -50,7 +50,7 @@ def open_session(
     draft_folder: Path | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Session]:
-    """Load the model of ``folder`` as ``plan`` says, within its limits, which end with the block."""
+    """Load the model of ``folder`` as ``plan`` says, within limits that end with the block."""
     limits = mlx_limits(
         plan.active_peak_bytes,
         plan.form.weights.size_bytes,
@@ -68,8 +68,9 @@ def open_session(
         mx.reset_peak_memory()
         loaded = load(
             folder,
-            quantization=plan.form.quantization,
-            dequantize_to="float32" if plan.form.dequantize else None,
+            quantization=None if plan.form.kind == "float32" else plan.form.quantization,
+            dequantize_to="float32" if plan.form.kind == "float32" else None,
+            dtype="float32" if plan.form.kind == "float32_scales" else None,
             adapter_path=adapter_path,
             progress=progress,
         )
@@ -145,14 +146,11 @@ def measured_ledger(session: Session, measured: Measured) -> Ledger:
 def _cache_bytes(cache: PromptCache, stats: Stats) -> dict[tuple[str, str], int]:
     """Bytes of recurrent states, which are constant, and of the rest, which grows."""
     state = cache.state_nbytes
-    found = {
+    return {
         ("kv_cache", "prefill"): stats.prefill_cache_bytes - state,
         ("kv_cache", "decode"): stats.cache_bytes - state,
+        ("recurrent_state", "always"): state,
     }
-    if state:
-        found |= {("recurrent_state", "prefill"): state, ("recurrent_state", "decode"): state}
-        found["recurrent_state", "always"] = state
-    return found
 
 
 _TRANSIENT = ("activations", "attention", "logits")

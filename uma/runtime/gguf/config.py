@@ -28,7 +28,7 @@ GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 """The 27B models scale queries by hidden_size / heads, not by head_dim: only the number of layers
 tells them (llama.cpp, src/models/gemma2.cpp and gemma3.cpp)."""
 
-LAYER_LIMIT = 10_000
+MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,14 @@ class _Keys:
     def integer(self, key: str, default: int | None = None) -> int:
         return self.metadata.integer(f"{self.prefix}.{key}", default)
 
+    def count(self, key: str, default: int | None = None) -> int:
+        return self.metadata.count(f"{self.prefix}.{key}", default)
+
     def number(self, key: str, default: float | None = None) -> float:
         return self.metadata.number(f"{self.prefix}.{key}", default)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        return self.metadata.positive(f"{self.prefix}.{key}", default)
 
     def text(self, key: str, default: str | None = None) -> str:
         return self.metadata.text(f"{self.prefix}.{key}", default)
@@ -101,7 +107,7 @@ def model_config(
         case "gemma3":
             _gemma3(keys, fields)
         case "phi3":
-            _phi3(keys, tables, fields)
+            _phi3(keys, fields)
     _add_rope(rope, fields, notes)
     return ModelConfig(fields, tuple(notes))
 
@@ -109,16 +115,16 @@ def model_config(
 def _common(keys: _Keys, architecture: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """What every architecture has."""
     embedding = shapes.get("token_embd.weight", ())
-    hidden_size = keys.integer("embedding_length")
+    hidden_size = keys.count("embedding_length")
     if len(embedding) != 2 or embedding[1] != hidden_size:
         raise CheckpointError(
             f"token_embd.weight has shape {tuple(embedding)}; {hidden_size} columns expected"
         )
-    heads = keys.integer("attention.head_count")
-    layers = keys.integer("block_count")
-    if not heads or not 0 < layers <= LAYER_LIMIT:
-        raise CheckpointError(f"{heads} attention heads in {layers} layers are not a model")
-    head_dim = keys.integer("attention.key_length", hidden_size // heads)
+    heads = keys.count("attention.head_count")
+    layers = keys.count("block_count")
+    if layers > MAX_LAYERS:
+        raise CheckpointError(f"{layers:,} layers are not a model; at most {MAX_LAYERS:,} are read")
+    head_dim = keys.count("attention.key_length", hidden_size // heads)
     if keys.integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel("keys and values of different head dimension are not converted")
     return {
@@ -128,11 +134,11 @@ def _common(keys: _Keys, architecture: str, shapes: Mapping[str, Sequence[int]])
         "intermediate_size": keys.integer("feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": keys.integer("context_length"),
+        "max_position_embeddings": keys.count("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "rope_theta": keys.positive("rope.freq_base", 10000.0),
         "vocab_size": embedding[0],
         "tie_word_embeddings": "output.weight" not in shapes,
     }
@@ -144,8 +150,8 @@ def _llama(keys: _Keys, shapes: Mapping[str, Sequence[int]], fields: dict[str, A
         fields |= {
             "architectures": ["MixtralForCausalLM"],
             "model_type": "mixtral",
-            "num_local_experts": keys.integer("expert_count"),
-            "num_experts_per_tok": keys.integer("expert_used_count"),
+            "num_local_experts": keys.count("expert_count"),
+            "num_experts_per_tok": keys.count("expert_used_count"),
         }
         return
     fields["attention_bias"] = _biases(
@@ -175,59 +181,59 @@ def _qwen3_moe(keys: _Keys, fields: dict[str, Any]) -> None:
     """llama.cpp always normalizes the weights of the chosen experts (src/models/qwen3moe.cpp)."""
     fields |= {
         "model_type": "qwen3_moe",
-        "num_experts": keys.integer("expert_count"),
-        "num_experts_per_tok": keys.integer("expert_used_count"),
-        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "num_experts": keys.count("expert_count"),
+        "num_experts_per_tok": keys.count("expert_used_count"),
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
 
 
-def _query_pre_attn_scalar(fields: dict[str, Any]) -> float:
+def _query_pre_attn_scalar(fields: dict[str, Any]) -> int:
     if fields["num_hidden_layers"] == GEMMA_27B_LAYERS[fields["model_type"]]:
-        return float(fields["hidden_size"] // fields["num_attention_heads"])
-    return float(fields["head_dim"])
+        return int(fields["hidden_size"] // fields["num_attention_heads"])
+    return int(fields["head_dim"])
 
 
 def _gemma2(keys: _Keys, fields: dict[str, Any], notes: list[str]) -> None:
     fields |= {
         "query_pre_attn_scalar": _query_pre_attn_scalar(fields),
-        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": keys.positive("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.positive("final_logit_softcapping", 30.0),
         "sliding_window": keys.integer("attention.sliding_window", 4096),
         "hidden_activation": "gelu_pytorch_tanh",
     }
-    notes.append(
-        f"mlx-lm attends to the whole context in every layer of gemma2; beyond "
-        f"{fields['sliding_window']} tokens its answers differ from llama.cpp's"
-    )
+    if fields["max_position_embeddings"] > fields["sliding_window"]:
+        notes.append(
+            f"mlx-lm attends to the whole context in every layer of gemma2; beyond "
+            f"{fields['sliding_window']} tokens its answers differ from llama.cpp's"
+        )
 
 
 def _gemma3(keys: _Keys, fields: dict[str, Any]) -> None:
     if keys.number("final_logit_softcapping", 0.0):
         raise UnsupportedModel("gemma3 with final_logit_softcapping is not in mlx-lm")
     window = keys.integer("attention.sliding_window", 0)
+    pattern = keys.count("attention.sliding_window_pattern", 6) if window else 1
     fields |= {
         "query_pre_attn_scalar": _query_pre_attn_scalar(fields),
         "sliding_window": window or fields["max_position_embeddings"],
-        "sliding_window_pattern": keys.integer("attention.sliding_window_pattern", 6)
-        if window
-        else 1,
-        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
+        "sliding_window_pattern": pattern,
+        "rope_local_base_freq": keys.positive("rope.freq_base_swa", 10000.0),
         "hidden_activation": "gelu_pytorch_tanh",
         "model_type": "gemma3_text",
     }
 
 
-def _phi3(keys: _Keys, tables: Mapping[str, Sequence[float]], fields: dict[str, Any]) -> None:
+def _phi3(keys: _Keys, fields: dict[str, Any]) -> None:
     _require_plain_heads(fields, "phi3")
-    rotated, head_dim = keys.integer("rope.dimension_count", fields["head_dim"]), fields["head_dim"]
+    rotated, head_dim = keys.count("rope.dimension_count", fields["head_dim"]), fields["head_dim"]
     fraction = rotated / head_dim
     if int(head_dim * fraction) != rotated or rotated > head_dim:
         raise UnsupportedModel(f"phi3 with {rotated} of {head_dim} rotated dimensions")
     fields["partial_rotary_factor"] = fraction
-    fields["original_max_position_embeddings"] = keys.integer(
+    fields["original_max_position_embeddings"] = keys.count(
         "rope.scaling.original_context_length", fields["max_position_embeddings"]
     )
 
@@ -237,10 +243,10 @@ def _rope(
 ) -> dict[str, Any] | None:
     """``rope_scaling`` of ``config.json``, or ``None`` where positions are not scaled."""
     head_dim = fields["head_dim"]
-    if keys.prefix != "phi3" and keys.integer("rope.dimension_count", head_dim) != head_dim:
+    if keys.prefix != "phi3" and keys.count("rope.dimension_count", head_dim) != head_dim:
         raise UnsupportedModel(f"{keys.prefix} that rotates a part of the head is not converted")
     context = fields["max_position_embeddings"]
-    original = keys.integer("rope.scaling.original_context_length", context)
+    original = keys.count("rope.scaling.original_context_length", context)
     if "rope_factors_long.weight" in tables:
         return _longrope(keys, tables, context, original)
     if "rope_freqs.weight" in tables:
@@ -258,16 +264,16 @@ def _rope(
 
 def _yarn(keys: _Keys, factor: float, original: int) -> dict[str, Any]:
     """YaRN; mlx-lm derives the attention factor from ``factor`` as llama.cpp does."""
-    for key, usual in {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "attn_factor": 1.0}.items():
-        if keys.number(f"rope.scaling.{key}", usual) != usual:
-            raise UnsupportedModel(f"YaRN with {key} other than {usual} is not converted")
+    for key in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor"):
+        if keys.number(f"rope.scaling.{key}", 1.0) != 1.0:
+            raise UnsupportedModel(f"YaRN with {key} other than 1 is not converted")
     return {
         "rope_type": "yarn",
         "type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": original,
-        "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
+        "beta_fast": keys.positive("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": keys.positive("rope.scaling.yarn_beta_slow", 1.0),
         "mscale": 1.0,
         "mscale_all_dim": keys.number("rope.scaling.yarn_log_multiplier", 0.0),
     }
@@ -277,7 +283,7 @@ def _longrope(
     keys: _Keys, tables: Mapping[str, Sequence[float]], context: int, original: int
 ) -> dict[str, Any]:
     """LongRoPE; mlx-lm derives the factor on queries and keys from the two lengths."""
-    scale = context / original if original else 1.0
+    scale = context / original if original > 1 else 1.0  # one position has no logarithm
     expected = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
     if not math.isclose(keys.number("rope.scaling.attn_factor", 1.0), expected, rel_tol=1e-4):
         raise UnsupportedModel(f"LongRoPE whose attn_factor is not {expected:.4f} is not converted")

@@ -17,6 +17,7 @@ from uma.errors import CheckpointError, StorageError, UsageError
 from uma.quantization import Quantization
 from uma.runtime.gguf.config import ModelConfig, model_config
 from uma.runtime.gguf.metadata import Metadata
+from uma.runtime.gguf.shapes import require_shapes
 from uma.runtime.gguf.tensors import FLOAT_TYPES, Conversion, InexactBias
 from uma.runtime.gguf.tokenizer import write_tokenizer
 from uma.runtime.gguf.vocabulary import Vocabulary, read_vocabulary
@@ -59,6 +60,8 @@ def convert(
 ) -> ConversionReport:
     """Write the model of a GGUF file to ``out_dir`` as mlx-lm loads it.
 
+    It is made in a hidden folder beside ``out_dir``, which only a killed process leaves behind.
+
     Args:
         quantization: See ``weights.plan``.
         progress: Called with the bytes of weights written and to be written.
@@ -97,7 +100,12 @@ def _write_folder(
     metadata = Metadata(header.metadata)
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
     config = model_config(metadata, shapes, rotary_tables(header))
+    require_shapes(header, config.fields)
     vocabulary = read_vocabulary(header, metadata)
+    if len(vocabulary.tokens) > config.fields["vocab_size"]:
+        raise CheckpointError(
+            f"{len(vocabulary.tokens)} tokens for {config.fields['vocab_size']} embeddings"
+        )
     dtype = model_dtype(header, config.model_type)
     conversions, size = _write_weights(header, folder, config, dtype, quantization, progress)
     _write_json(folder / "config.json", _config_fields(config, vocabulary, conversions, dtype))

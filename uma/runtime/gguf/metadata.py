@@ -30,16 +30,30 @@ class Metadata:
             raise self._wrong(key, value, f"a whole number from 0 to {MAX_INTEGER}")
         return value
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number from 1 to ``MAX_INTEGER``."""
+        value = self.integer(key, default)
+        if not value:
+            raise self._wrong(key, value, "at least 1")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
+        """A finite number that is not negative."""
         value = self._value(key, default)
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
-            or not math.isfinite(value)
+            or not 0 <= value < math.inf
         ):
-            raise self._wrong(key, value, "a finite number")
+            raise self._wrong(key, value, "a finite number, not negative")
         return float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self.number(key, default)
+        if not value:
+            raise self._wrong(key, value, "above 0")
+        return value
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string."""

@@ -22,7 +22,13 @@ GROUP_SIZE = 32
 LOSSLESS_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 """GGUF types that are an affine MLX format of group size 32, and the bits of it."""
 FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint32": "U32"}
+SAFETENSORS_DTYPES = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "uint32": "U32",
+    "uint8": "U8",
+}
 CHUNK_ELEMENTS = 1 << 23
 """Elements converted at a time: 32 MiB in float32, whatever the size of the tensor."""
 
@@ -43,7 +49,7 @@ class Piece:
 
     @property
     def size_bytes(self) -> int:
-        size = 4 if self.dtype == "uint32" else DTYPE_BYTES[self.dtype]
+        size = (DTYPE_BYTES | {"uint32": 4, "uint8": 1})[self.dtype]
         for dim in self.shape:
             size *= dim
         return size
@@ -74,12 +80,14 @@ class Conversion:
         if self.quantization is None:
             return (Piece(self.target.name, self.dtype, shape),)
         bits, group = self.quantization.bits, self.quantization.group_size
-        scales = (*shape[:-1], shape[-1] // group)
-        return (
+        affine, groups = self.quantization.mode == "affine", (*shape[:-1], shape[-1] // group)
+        pieces = [
             Piece(self.target.name, "uint32", (*shape[:-1], shape[-1] * bits // 32)),
-            Piece(f"{self.module}.scales", self.dtype, scales),
-            Piece(f"{self.module}.biases", self.dtype, scales),
-        )
+            Piece(f"{self.module}.scales", self.dtype if affine else "uint8", groups),
+        ]
+        if affine:
+            pieces.append(Piece(f"{self.module}.biases", self.dtype, groups))
+        return tuple(pieces)
 
 
 def row_order(change: Change, num_rows: int, num_heads: int) -> "Array | None":
@@ -189,5 +197,5 @@ def _stored(values: "Array", conversion: Conversion) -> tuple["Array", ...]:
     parts: list[Any] = [array]
     if (asked := conversion.quantization) is not None:
         parts = list(mx.quantize(array, asked.group_size, asked.bits, mode=asked.mode))
-    views = {2: mx.uint16, 4: mx.uint32}  # numpy has no bfloat16
+    views = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}  # numpy has no bfloat16
     return tuple(np.array(part.view(views[part.dtype.size])) for part in parts)

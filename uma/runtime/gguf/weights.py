@@ -1,16 +1,17 @@
 """Which form each tensor of a GGUF file gets, and the safetensors file that holds them."""
 
 import json
+import math
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from uma.checkpoint.gguf import GGUFHeader, GGUFTensor
-from uma.errors import CheckpointError, UnsupportedModel
+from uma.errors import CheckpointError
 from uma.quantization import Quantization
 from uma.runtime.gguf import tensors
 from uma.runtime.gguf.names import NOT_WEIGHTS, Target, require_all, target
@@ -34,10 +35,11 @@ def model_dtype(header: GGUFHeader, model_type: str) -> str:
     float16 (mlx-lm clips them in gemma3_text.py), so there the scales widen to float32.
     Where nothing exact is kept, bfloat16 has the range.
     """
-    types = {t.type for t in header.tensors if len(t.dims) > 1 and "ffn_gate_inp" not in t.name}
+    matrices = [tensor for tensor in header.tensors if len(tensor.dims) > 1]
     gemma = model_type.startswith("gemma")
-    if types & LOSSLESS_BITS.keys():
+    if any(tensor.type in LOSSLESS_BITS for tensor in matrices):
         return "float32" if gemma else "float16"
+    types = {tensor.type for tensor in matrices if "ffn_gate_inp" not in tensor.name}
     if types <= FLOAT_TYPES.keys():
         dtypes = {FLOAT_TYPES[name] for name in types}
         if len(dtypes) == 1 and not (gemma and dtypes == {"float16"}):
@@ -80,10 +82,7 @@ def _conversion(
     matrix = place.name.endswith(".weight") and len(tensor.dims) > 1
     bits = LOSSLESS_BITS.get(tensor.type)
     if matrix and bits is not None and (asked is None or bits <= asked.bits):
-        if dtype == "bfloat16":
-            raise UnsupportedModel(f"{tensor.type} is not exact with bfloat16 scales")
-        kept = Quantization(bits, tensors.GROUP_SIZE)
-        return Conversion(tensor, place, "exact", dtype, kept)
+        return Conversion(tensor, place, "exact", dtype, Quantization(bits, tensors.GROUP_SIZE))
     if asked is None and tensor.type not in FLOAT_TYPES:
         asked = DEFAULT_QUANTIZATION
     router = place.name.endswith((".mlp.gate.weight", ".block_sparse_moe.gate.weight"))
@@ -104,7 +103,7 @@ def quantization_config(conversions: Sequence[Conversion]) -> dict[str, Any] | N
     formats = {c.module: c.quantization for c in conversions if c.quantization is not None}
     if not formats:
         return None
-    usual = max(formats.values(), key=list(formats.values()).count)
+    ((usual, _),) = Counter(formats.values()).most_common(1)
     config = _format_fields(usual)
     for module, own in formats.items():
         if own != usual:
@@ -128,6 +127,8 @@ def rotary_tables(header: GGUFHeader) -> dict[str, list[float]]:
             if tensor.type != "F32" or len(tensor.dims) != 1 or tensor.dims[0] > 4096:
                 raise CheckpointError(f"{tensor.name} must be a short list of float32")
             values = mapped_rows(header, tensor).view("<f4")[0]
+            if not all(0 < value < math.inf for value in values):
+                raise CheckpointError(f"{tensor.name} has values that are not above 0")
             tables[tensor.name] = [float(value) for value in values]
     return tables
 
@@ -143,7 +144,7 @@ def mapped_rows(header: GGUFHeader, tensor: GGUFTensor) -> "npt.NDArray[Any]":
         offset=header.data_offset + tensor.offset,
         shape=(tensor.size_bytes,),
     )
-    return mapped.reshape(prod(tensor.shape[:-1]), -1)
+    return mapped.reshape(math.prod(tensor.shape[:-1]), -1)
 
 
 def safetensors_header(conversions: Sequence[Conversion]) -> tuple[bytes, int]:
@@ -209,7 +210,7 @@ def _write(
         for arrays in tensors.converted_chunks(conversion, rows, heads):
             for index, array in enumerate(arrays):
                 file.seek(places[index])
-                file.write(array.data if array.flags.c_contiguous else array.tobytes())
+                file.write(array.data)
                 places[index] += array.nbytes
     except tensors.InexactBias:
         raise tensors.InexactBias(conversion.source.name) from None

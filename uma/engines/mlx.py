@@ -1,0 +1,252 @@
+"""The memory of mlx-lm's inference, all terms together (mlx 0.32.4, mlx-lm 0.32.2).
+
+What MLX's own counters leave out (the process, Metal's context) is not a term.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from uma.architecture.layers import (
+    Architecture,
+    Attention,
+    FeedForward,
+    LatentAttention,
+    Layer,
+    Recurrent,
+    parameters,
+)
+from uma.engines.mlx_phases import STEPS_IN_FLIGHT, Generation, Moment, chunks, decode, prefill
+from uma.ledger import peak
+from uma.memory.activations import FLOAT32, Call, attended_tokens, kv_widths, score_bytes
+from uma.memory.metal_activations import is_fused
+from uma.memory.term import MemoryTerm, Phase
+from uma.workload import Backend, Inference
+
+CONTEXT_STEP = 256  # caches grow by this many tokens (cache.py, KVCache.step)
+PREFILL_STEPS = (2048, 1024, 512, 256, 128, 64)
+LONGEST_CONTEXT = 1 << 20  # searched where the model states no maximum
+SAMPLING_ARRAYS = 4  # sample_utils.py, top-p: order, sorted and summed probabilities, restored
+NUM_DRAFT_TOKENS = 3  # generate.py, --num-draft-tokens
+
+# Kinds of recurrent layers whose temporaries were measured; of others the sizes are only similar.
+MEASURED_RECURRENT = frozenset({"gated_delta", "mamba", "mamba2", "short_conv"})
+
+CPU_SOURCE = "arrays alive together in MLX's order of evaluation"
+METAL_SOURCE = "command buffers in flight, from MLX's source; not run on a Mac"
+
+
+def inference_terms(
+    architecture: Architecture,
+    weights: MemoryTerm,
+    workload: Inference,
+    *,
+    backend: Backend = "metal",
+    activation_bytes: int = 2,
+    pool_bytes: int | None = None,
+) -> tuple[MemoryTerm, ...]:
+    """Every term of one generation, by phase; their sum in a phase is its predicted peak.
+
+    ``activation_bytes`` is 4 where the weights were made float32. ``pool_bytes`` is MLX's cache
+    limit: what freed buffers may hold beside the peak. The sizes on the CPU backend include what
+    run-ahead evaluation holds only if MLX's memory limit is ``memory_limit_bytes``.
+    """
+    run = Generation(architecture, workload, weights.size_bytes, backend, activation_bytes)
+    source = METAL_SOURCE if backend == "metal" else CPU_SOURCE
+    terms = [weights]
+    if run.state_bytes:
+        states = run.state_bytes
+        terms.append(MemoryTerm("recurrent_state", states, "exact", "cache.py, ArraysCache"))
+    if workload.longest_prompt_tokens > 1:
+        terms += _phase_terms("prefill", prefill(run), source)
+    terms += _phase_terms("decode", decode(run), source)
+    logits = _logits_bytes(architecture.vocab_size, workload.batch_size, activation_bytes)
+    terms.append(MemoryTerm("logits", logits, "bound", "generate.py, two steps", "decode"))
+    if pool_bytes is not None:
+        terms.append(MemoryTerm("buffer_pool", pool_bytes, "bound", "MLX's cache limit"))
+    return tuple(terms)
+
+
+def _phase_terms(phase: Phase, moment: Moment, source: str) -> list[MemoryTerm]:
+    transient = moment.transient
+    terms = [
+        MemoryTerm("kv_cache", moment.cache_bytes, "exact", "cache.py, by shape", phase),
+        MemoryTerm("activations", transient.activations, "bound", source, phase),
+        MemoryTerm("attention", transient.attention, "bound", source, phase),
+    ]
+    return [term for term in terms if term.size_bytes or term.name == "activations"]
+
+
+def notes(architecture: Architecture) -> tuple[str, ...]:
+    """What the terms of this architecture do not model closely."""
+    mixers = [mixer for layer in architecture.layers for mixer in layer.mixers]
+    found = []
+    kinds = sorted({m.kind for m in mixers if isinstance(m, Recurrent)} - MEASURED_RECURRENT)
+    if kinds:
+        found.append(f"temporaries of {', '.join(kinds)} layers are taken from similar ones")
+    if any(isinstance(m, LatentAttention) and m.index_head_dim is not None for m in mixers):
+        found.append("the sparse-attention indexer's temporaries are not modelled")
+    return tuple(found)
+
+
+def draft_terms(
+    architecture: Architecture,
+    weights: MemoryTerm,
+    workload: Inference,
+    *,
+    activation_bytes: int = 2,
+    num_draft_tokens: int = NUM_DRAFT_TOKENS,
+) -> tuple[MemoryTerm, ...]:
+    """What a draft model adds: its weights, its cache, and logits of the tokens to verify.
+
+    It runs before or after the main model, never beside it, so its smaller temporaries add none.
+    """
+    run = Generation(
+        architecture, replace(workload, kv_bits=None), weights.size_bytes, "cpu", activation_bytes
+    )
+    token = 2 * architecture.vocab_size * activation_bytes
+    more = workload.batch_size * num_draft_tokens * token
+    terms = [replace(weights, name="draft_weights")]
+    if workload.longest_prompt_tokens > 1:
+        terms.append(_draft_cache("prefill", prefill(run).cache_bytes + run.state_bytes))
+    terms.append(_draft_cache("decode", decode(run).cache_bytes + run.state_bytes))
+    terms.append(MemoryTerm("logits", more, "bound", "tokens to verify", "decode"))
+    return tuple(terms)
+
+
+def _draft_cache(phase: Phase, size_bytes: int) -> MemoryTerm:
+    return MemoryTerm("draft_kv_cache", size_bytes, "exact", "cache.py, by shape", phase)
+
+
+def load_terms(
+    architecture: Architecture,
+    weights: MemoryTerm,
+    *,
+    quantization: object | None = None,
+    source_dtype_bytes: int = 2,
+) -> tuple[MemoryTerm, ...]:
+    """What converting weights on load takes above the result: the largest matrix at its source.
+
+    Matrices are converted one at a time. Experts, stored one by one, exist a second time while
+    they are stacked.
+    """
+    largest_matrix = max(p.size * (2 if len(p.shape) == 3 else 1) for p in parameters(architecture))
+    source = "largest matrix before conversion"
+    return (MemoryTerm("other", largest_matrix * source_dtype_bytes, "bound", source, "load"),)
+
+
+def largest_context(
+    architecture: Architecture,
+    weights: MemoryTerm,
+    workload: Inference,
+    budget_bytes: int,
+    *,
+    backend: Backend = "metal",
+    activation_bytes: int = 2,
+) -> int | None:
+    """The largest context, in steps of 256 tokens, whose prompt may fill it within the budget.
+
+    It is at most the model's own maximum; ``None`` if not even 256 tokens fit.
+    """
+    longest = architecture.max_position_embeddings or LONGEST_CONTEXT
+
+    def fits(steps: int) -> bool:
+        asked = replace(workload, context_tokens=steps * CONTEXT_STEP, prompt_tokens=None)
+        terms = inference_terms(
+            architecture, weights, asked, backend=backend, activation_bytes=activation_bytes
+        )
+        return peak(terms)[1] <= budget_bytes
+
+    low, high = 0, max(1, longest // CONTEXT_STEP)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low * CONTEXT_STEP or None
+
+
+def largest_prefill_step(
+    architecture: Architecture,
+    weights: MemoryTerm,
+    workload: Inference,
+    budget_bytes: int,
+    *,
+    backend: Backend = "metal",
+    activation_bytes: int = 2,
+) -> int | None:
+    """The largest of 2048, 1024, ..., 64 with which the workload fits, or ``None``."""
+    for step in PREFILL_STEPS:
+        asked = replace(workload, prefill_step_size=step)
+        terms = inference_terms(
+            architecture, weights, asked, backend=backend, activation_bytes=activation_bytes
+        )
+        if peak(terms)[1] <= budget_bytes:
+            return step
+    return None
+
+
+def largest_buffer_bytes(
+    architecture: Architecture,
+    weights: MemoryTerm,
+    workload: Inference,
+    *,
+    backend: Backend = "metal",
+    activation_bytes: int = 2,
+) -> int:
+    """The largest single array: a matrix of the weights, or what a run computes."""
+    elements = max(p.size for p in parameters(architecture))
+    matrix = elements * weights.size_bytes // max(1, architecture.num_parameters)
+    output = largest_output_bytes(
+        architecture, weights, workload, backend=backend, activation_bytes=activation_bytes
+    )
+    return max(matrix, output)
+
+
+def largest_output_bytes(
+    architecture: Architecture,
+    weights: MemoryTerm,
+    workload: Inference,
+    *,
+    backend: Backend = "metal",
+    activation_bytes: int = 2,
+) -> int:
+    """The largest array that a run computes: keys or values, scores, projections, logits."""
+    run = Generation(architecture, workload, weights.size_bytes, backend, activation_bytes)
+    sizes = [workload.batch_size * architecture.vocab_size * activation_bytes]
+    ends = [(tokens, cached) for _, tokens, cached in chunks(workload)]
+    for tokens, cached in (*ends, (1, workload.context_tokens - 1)):
+        call = run.call(tokens, cached)
+        sizes += [_layer_output(layer, call, backend) for layer in set(architecture.layers)]
+    return max(sizes)
+
+
+def _layer_output(layer: Layer, call: Call, backend: Backend) -> int:
+    sizes = [0]
+    for part in layer.feed_forward:
+        if isinstance(part, FeedForward):
+            sizes.append(call.array(part.intermediate_size))
+        else:
+            width = max(part.moe_intermediate_size, call.activation_bytes)
+            sizes.append(call.array(part.num_experts_per_tok * width))
+    for mixer in layer.mixers:
+        if isinstance(mixer, Recurrent):
+            continue
+        fused = backend == "metal" and isinstance(mixer, Attention) and is_fused(mixer, call)
+        sizes.append(0 if fused else score_bytes(mixer, call))
+        keys = call.batch_size * attended_tokens(mixer, call) * max(kv_widths(mixer))
+        sizes.append(keys * call.activation_bytes)
+    return max(sizes)
+
+
+def memory_limit_bytes(terms: Iterable[MemoryTerm], largest_output: int) -> int:
+    """The value for ``mx.set_memory_limit`` with which the peak stays at the predicted one.
+
+    MLX compares after it has allocated the outputs of an operation and waits for running ones
+    only then (mlx 0.32.4, ``transforms.cpp``, ``eval_impl``): the limit can be passed by one.
+    """
+    held = [term for term in terms if term.name != "buffer_pool"]
+    return max(1, peak(held)[1] - largest_output)
+
+
+def _logits_bytes(vocab_size: int, batch_size: int, activation_bytes: int) -> int:
+    """Logits and log-probabilities of the steps in flight, and one sampler's arrays."""
+    per_token = 2 * STEPS_IN_FLIGHT * activation_bytes + SAMPLING_ARRAYS * FLOAT32
+    return batch_size * vocab_size * per_token

@@ -1,0 +1,234 @@
+"""Caches and temporaries of mlx-lm's prefill and decode, at the moment when they are largest.
+
+mlx-lm 0.32.2, ``generate.py``, ``generate_step``: the prompt but its last token runs in chunks of
+``prefill_step_size``, for which only the caches are evaluated; then one token at a time, two
+steps in flight.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from uma.architecture.layers import Architecture, Layer, Recurrent
+from uma.engines.mlx_cache import EXPANDED, OWN_ATTENTION, layer_caches
+from uma.memory.activations import Call, Transient, held_bytes, largest, layer_transient
+from uma.memory.kv_cache import Slots, TokenCache, cache_bytes, state_bytes, trace
+from uma.memory.metal_activations import LayerTape, layer_tape, run_ahead
+from uma.workload import Backend, Inference
+
+STEPS_IN_FLIGHT = 2  # generate_step runs one token ahead of the one it yields
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Caches after a call, and what the call has alive beside them."""
+
+    cache_bytes: int
+    transient: Transient
+
+    @property
+    def total(self) -> int:
+        return self.cache_bytes + self.transient.total
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A model as it is held, and what is asked of it."""
+
+    architecture: Architecture
+    workload: Inference
+    weight_bytes: int
+    backend: Backend
+    activation_bytes: int
+
+    @property
+    def weight_elements(self) -> float:
+        """Elements of MLX arrays per parameter: packed 32-bit words, scales and biases, or one."""
+        per_parameter = self.weight_bytes / max(1, self.architecture.num_parameters)
+        return 1.0 if per_parameter > 1.5 else per_parameter / 4 + 1 / 64
+
+    @cached_property
+    def caches(self) -> dict[int, tuple[TokenCache, ...]]:
+        """Caches that grow with the text, by layer."""
+        layers = layer_caches(
+            self.architecture,
+            kv_bits=self.workload.kv_bits,
+            kv_group_size=self.workload.kv_group_size,
+        )
+        return {
+            layer.layer: tuple(c for c in layer.caches if isinstance(c, TokenCache))
+            for layer in layers
+        }
+
+    @property
+    def state_bytes(self) -> int:
+        return state_bytes(
+            layer_caches(self.architecture),
+            batch_size=self.workload.batch_size,
+            dtype_bytes=self.activation_bytes,
+        )
+
+    @cached_property
+    def evaluated(self) -> tuple[tuple[int, Layer], ...]:
+        """The layers that a prefill chunk runs: no cache needs what follows the last one's input.
+
+        A recurrent last layer runs its mixer, whose state is cached.
+        """
+        last = max(self.caches, default=0)
+        *before, end = enumerate(self.architecture.layers[: last + 1])
+        if any(isinstance(mixer, Recurrent) for mixer in end[1].mixers):
+            before.append((last, replace(end[1], feed_forward=())))
+        return tuple(before)
+
+    def slot_bytes(self, cache: TokenCache) -> int:
+        return self.workload.batch_size * cache.slot_bytes(self.activation_bytes)
+
+    def call(self, tokens: int, cached_tokens: int) -> Call:
+        return Call(
+            tokens,
+            cached_tokens,
+            self.workload.batch_size,
+            self.activation_bytes,
+            self.workload.kv_bits if cached_tokens else None,
+            self.workload.kv_group_size,
+            expanded=self.architecture.module in EXPANDED,
+            unfused=self.architecture.module in OWN_ATTENTION,
+        )
+
+    def layer_call(self, index: int, call: Call) -> Call:
+        """The call as one layer sees it: only some layers' caches are quantized."""
+        quantized = any(cache.kv_bits for cache in self.caches.get(index, ()))
+        return call if quantized or call.kv_bits is None else replace(call, kv_bits=None)
+
+
+def chunks(workload: Inference) -> list[tuple[int, int, int]]:
+    """Prefill chunks that can need most: (index, tokens, cached tokens).
+
+    The first finds empty caches, the last full one and the last one the longest.
+    """
+    step, tokens = workload.prefill_step_size, workload.longest_prompt_tokens - 1
+    if tokens < 1:
+        return []
+    last = -(-tokens // step) - 1
+    indices = sorted({0, min(1, last), max(0, last - 1), last})
+    return [(i, min(step, tokens - i * step), i * step) for i in indices]
+
+
+def prefill(generation: Generation) -> Moment:
+    """The chunk of the prompt that needs most."""
+    workload = generation.workload
+    traces = {
+        cache: trace(cache, workload.longest_prompt_tokens, workload.prefill_step_size)
+        for caches in generation.caches.values()
+        for cache in caches
+    }
+    moments = [
+        _chunk(generation, traces, index, generation.call(tokens, cached))
+        for index, tokens, cached in chunks(workload)
+    ]
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _chunk(
+    generation: Generation, traces: dict[TokenCache, list[Slots]], index: int, call: Call
+) -> Moment:
+    after: dict[int, int] = {}
+    grown: dict[int, int] = {}
+    for layer, caches in generation.caches.items():
+        sizes = [generation.slot_bytes(c) * traces[c][index].slots for c in caches]
+        after[layer] = sum(sizes)
+        if index and any(traces[c][index].slots != traces[c][index - 1].slots for c in caches):
+            grown[layer] = after[layer]
+    held = sum(held_bytes(layer, call) for _, layer in enumerate(generation.architecture.layers))
+    if index == 0:
+        held += _unquantized(generation, traces)
+    transient = _transient(generation, generation.evaluated, grown, call)
+    return Moment(sum(after.values()), transient + Transient(held))
+
+
+def _unquantized(generation: Generation, traces: dict[TokenCache, list[Slots]]) -> int:
+    """The first chunk's caches before they are quantized, which is evaluated last of all."""
+    extra = 0
+    for caches in generation.caches.values():
+        for cache in caches:
+            if cache.kv_bits is not None:
+                full = generation.slot_bytes(replace(cache, kv_bits=None))
+                extra += (full - generation.slot_bytes(cache)) * traces[cache][0].slots
+    return extra
+
+
+def decode(generation: Generation) -> Moment:
+    """The last token of the context; caches grow by a step somewhere on the way.
+
+    Sliding layers start with what a chunk of the prompt left, and shrink with the first token.
+    """
+    workload, architecture = generation.workload, generation.architecture
+    prompt = workload.longest_prompt_tokens
+    generated = max(0, workload.context_tokens - prompt)
+    sizes = cache_bytes(
+        layer_caches(architecture, kv_bits=workload.kv_bits, kv_group_size=workload.kv_group_size),
+        prompt,
+        workload.prefill_step_size,
+        generated,
+        batch_size=workload.batch_size,
+        dtype_bytes=generation.activation_bytes,
+    )
+    call = generation.call(1, max(prompt, workload.context_tokens) - 1)
+    grown = {
+        layer: sum(generation.slot_bytes(c) for c in caches) * (call.cached_tokens + 1)
+        for layer, caches in generation.caches.items()
+        if all(c.max_size is None or c.max_size > call.cached_tokens for c in caches)
+    }
+    transient = _transient(generation, tuple(enumerate(architecture.layers)), grown, call)
+    end = max(sizes.prefill_end, sizes.decode_end)
+    shrunk = max(0, _before_last_token(generation) - end)
+    return Moment(end, transient + Transient(shrunk))
+
+
+def _before_last_token(generation: Generation) -> int:
+    """Bytes of the caches after the last chunk of the prompt."""
+    workload = generation.workload
+    total = 0
+    for caches in generation.caches.values():
+        for cache in caches:
+            states = trace(cache, workload.longest_prompt_tokens, workload.prefill_step_size)
+            total += generation.slot_bytes(cache) * (states[-2].slots if len(states) > 1 else 0)
+    return total
+
+
+def _transient(
+    generation: Generation,
+    layers: tuple[tuple[int, Layer], ...],
+    grown: dict[int, int],
+    call: Call,
+) -> Transient:
+    """The most that ``layers`` have alive; ``grown`` are bytes of caches that are reallocated."""
+    if generation.backend == "metal":
+        tapes = list(_tapes(generation, layers, grown, call))
+        if call.tokens == 1:
+            tapes *= STEPS_IN_FLIGHT
+        return run_ahead(tapes, call.array(generation.architecture.hidden_size))
+    hidden = generation.architecture.hidden_size
+    kinds = {
+        (layer.mixers, layer.feed_forward, generation.layer_call(i, call)): layer
+        for i, layer in layers
+    }
+    stages = [layer_transient(layer, hidden, key[2]) for key, layer in kinds.items()]
+    stages.append(Transient(call.array(2 * hidden) + max(grown.values(), default=0)))
+    return largest(stages)
+
+
+def _tapes(
+    generation: Generation,
+    layers: tuple[tuple[int, Layer], ...],
+    grown: dict[int, int],
+    call: Call,
+) -> Iterator[LayerTape]:
+    hidden, elements = generation.architecture.hidden_size, generation.weight_elements
+    recorded: dict[object, LayerTape] = {}
+    for index, layer in layers:
+        seen, more = generation.layer_call(index, call), grown.get(index, 0)
+        key = (layer.mixers, layer.feed_forward, seen, more)
+        if key not in recorded:
+            recorded[key] = layer_tape(layer, hidden, seen, elements, more)
+        yield recorded[key]

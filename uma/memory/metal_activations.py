@@ -1,0 +1,247 @@
+"""Temporary memory of one call on MLX's Metal backend. Derived from the source; not run on a Mac.
+
+Attention is fused for most head sizes, so no scores exist. But memory is freed late: a command
+buffer keeps the inputs and outputs of its operations until the GPU has completed it, and MLX
+encodes up to ten of them ahead. A command buffer is closed when the arrays in it exceed 40 or 50 x
+2^20 *elements* or it has 40 or 50 operations. So what is alive is what the last eleven command
+buffers allocated: for a long prompt the temporaries of several layers. (mlx 0.32.4:
+``backend/metal/eval.cpp``, ``backend/metal/device.cpp``, ``transforms.cpp``.)
+
+A layer is written here as the list of its operations, each with what it allocates and what it
+touches; counting command buffers over that list gives the peak.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from uma.architecture.layers import (
+    Attention,
+    Experts,
+    FeedForward,
+    LatentAttention,
+    Layer,
+    Mixer,
+    Recurrent,
+)
+from uma.memory.activations import (
+    FLOAT32,
+    STEPPED,
+    Call,
+    Transient,
+    attended_tokens,
+    kv_widths,
+    mixer_transient,
+    query_width,
+)
+
+IN_FLIGHT = 11  # command buffers: transforms.cpp, MAX_ACTIVE_TASKS = 10, checked after one more
+MAX_ELEMENTS = 50 << 20  # device.cpp: max_mb_per_buffer of Max and Ultra chips, 40 of the others;
+MAX_OPERATIONS = 50  # it counts elements, because CommandEncoder adds array.data_size()
+
+# scaled_dot_product_attention.cpp, use_fallback: (query, value) head sizes with a fused kernel
+# that is used, for more than 8 queries and for fewer. 192 and 256 have one that is slower.
+FUSED_MANY = frozenset({64, 72, 80, 96, 128})
+FUSED_FEW = frozenset({64, 96, 128, 256})
+FEW_QUERIES = 8
+MAX_GROUPED_QUERIES = 32
+
+
+def is_fused(mixer: Attention, call: Call) -> bool:
+    """Whether Metal computes this attention without a matrix of scores."""
+    if call.unfused or call.kv_bits is not None:
+        return False
+    if mixer.head_dim != mixer.v_head_dim:
+        return call.tokens <= FEW_QUERIES and (mixer.head_dim, mixer.v_head_dim) == (192, 128)
+    if call.tokens > FEW_QUERIES:
+        return mixer.head_dim in FUSED_MANY
+    group = mixer.num_attention_heads // mixer.num_key_value_heads
+    return mixer.head_dim in FUSED_FEW and call.tokens * group <= MAX_GROUPED_QUERIES
+
+
+Operation = tuple[tuple[tuple[int, int], ...], int, int]
+LayerTape = Sequence[Operation]
+"""Operations: (arrays touched, each with its elements), bytes allocated, of them attention's."""
+
+
+@dataclass(slots=True)
+class Tape:
+    """Operations of a layer, recorded in order."""
+
+    call: Call
+    weight_elements: float
+    operations: list[Operation] = field(default_factory=list)
+    arrays: list[int] = field(default_factory=list)
+
+    def array(self, elements: int) -> int:
+        self.arrays.append(elements)
+        return len(self.arrays) - 1
+
+    def run(
+        self,
+        width: int,
+        *inputs: int,
+        weights: int = 0,
+        scores: int = 0,
+        in_place: int | None = None,
+    ) -> int:
+        """An operation with ``width`` elements a token as output, or ``scores`` elements in all.
+
+        ``weights`` are the parameters that it reads. With ``in_place`` it writes over that input.
+        """
+        elements = scores or self.call.rows * width
+        output = self.array(elements) if in_place is None else in_place
+        touched = tuple((i, self.arrays[i]) for i in (*inputs, output))
+        if weights:
+            touched += ((self.array(0), int(weights * self.weight_elements)),)
+        size = 0 if in_place is not None else elements * self.call.activation_bytes
+        self.operations.append((touched, 0, size) if scores else (touched, size, 0))
+        return output
+
+    def keep(self, size_bytes: int) -> None:
+        """Count bytes that the last operation read and that are free once it has run."""
+        touched, activations, attention = self.operations[-1]
+        self.operations[-1] = (touched, activations + size_bytes, attention)
+
+
+def layer_tape(
+    layer: Layer, hidden_size: int, call: Call, weight_elements: float, grown_bytes: int = 0
+) -> LayerTape:
+    """The operations of one layer on Metal.
+
+    ``weight_elements`` is the number of array elements per parameter: 1 for 16-bit weights, about
+    0.16 for 4-bit ones packed in 32-bit words. ``grown_bytes`` are the layer's keys and values if
+    its cache is reallocated by this call: the old arrays and the appended zeros.
+    """
+    tape = Tape(call, weight_elements)
+    residual = tape.array(call.rows * hidden_size)
+    for mixer in layer.mixers:
+        mixed = _mix(tape, mixer, hidden_size, residual)
+        if grown_bytes:
+            tape.keep(grown_bytes)
+        residual = tape.run(hidden_size, residual, in_place=mixed)
+    for part in layer.feed_forward:
+        normed = tape.run(hidden_size, residual)
+        if isinstance(part, FeedForward):
+            out = _dense(tape, part.intermediate_size, part.gated, hidden_size, normed)
+        else:
+            out = _experts(tape, part, hidden_size, normed)
+        residual = tape.run(hidden_size, residual, in_place=out)
+    return tape.operations
+
+
+def _mix(tape: Tape, mixer: Mixer, hidden_size: int, residual: int) -> int:
+    normed = tape.run(hidden_size, residual)
+    if isinstance(mixer, Recurrent):
+        return _recurrent(tape, mixer, hidden_size, normed)
+    keys, values = kv_widths(mixer)
+    queries = query_width(mixer)
+    q = tape.run(queries, normed, weights=queries * hidden_size)
+    k = tape.run(keys, normed, weights=keys * hidden_size)
+    v = tape.run(values, normed, weights=values * hidden_size)
+    q, k = tape.run(queries, q), tape.run(keys, k)  # rotated; norms of heads are in place
+    cached = tape.call.batch_size * attended_tokens(mixer, tape.call) * (keys + values)
+    if isinstance(mixer, Attention):
+        cache = tape.array(cached)
+        tape.run(0, k, v, in_place=cache)
+        out = _attend(tape, mixer, q, cache)
+    else:
+        out = _latent(tape, mixer, q)
+    return tape.run(hidden_size, out, weights=tape.arrays[out] // tape.call.rows * hidden_size)
+
+
+def _attend(tape: Tape, mixer: Attention, q: int, cache: int) -> int:
+    width = mixer.num_attention_heads * mixer.v_head_dim
+    if is_fused(mixer, tape.call):
+        return tape.run(width, q, cache)
+    elements = mixer.num_attention_heads * tape.call.rows * attended_tokens(mixer, tape.call)
+    q = tape.run(query_width(mixer), q)
+    scores = tape.run(0, q, cache, scores=elements)
+    for _ in ("mask", "softmax"):
+        tape.run(0, scores, in_place=scores)
+    out = tape.run(width, scores, cache)
+    return tape.run(width, out)
+
+
+def _latent(tape: Tape, mixer: LatentAttention, q: int) -> int:
+    """Rotary scores are an array; keys and values of all heads are expanded (deepseek_v3.py)."""
+    call, heads = tape.call, mixer.num_attention_heads
+    attended = attended_tokens(mixer, call)
+    scores = tape.run(0, q, scores=heads * call.rows * attended)
+    tape.run(0, scores, in_place=scores)
+    expand = call.batch_size * heads * attended if call.tokens > 1 else 0
+    keys = tape.array(expand * mixer.qk_nope_head_dim)
+    values = tape.array(expand * mixer.v_head_dim)
+    out = tape.run(heads * mixer.v_head_dim, q, keys, values, scores)
+    tape.keep((tape.arrays[keys] + tape.arrays[values]) * call.activation_bytes)
+    return tape.run(heads * mixer.v_head_dim, out)
+
+
+def _recurrent(tape: Tape, mixer: Recurrent, hidden_size: int, normed: int) -> int:
+    """Projection, convolution, recurrence in one kernel or, for Mamba, as on the CPU."""
+    conv = sum(state.shape[-1] for state in mixer.states if "conv" in state.name)
+    inner = mixer.inner_size
+    x = tape.run(conv + inner, normed, weights=(conv + inner) * hidden_size)
+    for _ in ("joined", "with the former inputs", "convolved"):
+        x = tape.run(conv, x)
+    x = tape.run(conv + inner, x)
+    if mixer.kind in STEPPED or mixer.kind == "mamba2":
+        part = mixer_transient(mixer, hidden_size, tape.call)
+        tape.keep(part.total)
+    x = tape.run(inner, x)
+    return tape.run(hidden_size, x, weights=inner * hidden_size)
+
+
+def _dense(tape: Tape, width: int, gated: bool, hidden_size: int, normed: int) -> int:
+    up = tape.run(width, normed, weights=width * hidden_size)
+    if gated:
+        gate = tape.run(width, normed, weights=width * hidden_size)
+        tape.run(width, gate, in_place=up)
+    else:
+        tape.run(width, up, in_place=up)
+    return tape.run(hidden_size, up, weights=width * hidden_size)
+
+
+def _experts(tape: Tape, part: Experts, hidden_size: int, normed: int) -> int:
+    """Rows sorted by expert, their projections, and back; the shared experts beside."""
+    chosen, width = part.num_experts_per_tok, part.moe_intermediate_size
+    for size in (tape.call.activation_bytes, FLOAT32, FLOAT32):  # logits, softmax, partition
+        tape.run(part.num_experts * size // tape.call.activation_bytes, normed)
+    stacked = part.num_experts * width * hidden_size
+    rows = tape.run(chosen * hidden_size, normed)
+    up = tape.run(chosen * width, rows, weights=stacked)
+    if part.gated:
+        gate = tape.run(chosen * width, rows, weights=stacked)
+        tape.run(chosen * width, gate, in_place=up)
+    down = tape.run(chosen * hidden_size, up, weights=stacked)
+    unsorted = tape.run(chosen * hidden_size, down)
+    tape.run(chosen * hidden_size, in_place=unsorted)
+    out = tape.run(hidden_size, unsorted)
+    if part.shared_intermediate_size:
+        shared = _dense(tape, part.shared_intermediate_size, part.gated, hidden_size, normed)
+        out = tape.run(hidden_size, out, in_place=shared)
+    return out
+
+
+def run_ahead(layers: Sequence[LayerTape], residual_bytes: int) -> Transient:
+    """The most that the command buffers in flight hold while ``layers`` run one after another."""
+    buffers = [[residual_bytes, 0]]
+    operations = elements = 0
+    seen: set[int] = set()
+    for tape in layers:
+        seen.clear()
+        for touched, activations, attention in tape:
+            operations += 1
+            for array, size in touched:
+                if array not in seen:
+                    seen.add(array)
+                    elements += size
+            buffers[-1][0] += activations
+            buffers[-1][1] += attention
+            if operations > MAX_OPERATIONS or elements > MAX_ELEMENTS:
+                buffers.append([0, 0])
+                operations = elements = 0
+                seen.clear()
+    starts = range(max(1, len(buffers) - IN_FLIGHT + 1))
+    windows = (buffers[i : i + IN_FLIGHT] for i in starts)
+    held = max(([sum(b[0] for b in w), sum(b[1] for b in w)] for w in windows), key=sum)
+    return Transient(*held)
