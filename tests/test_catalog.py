@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from uma import catalog
-from uma.catalog import find_chips, find_gpu, find_model, models, words
-from uma.checkpoint.names import parse_quant, resolve, short_name
+from uma.catalog import find_chips, find_gpu, find_model, model_names, models, short_name, words
+from uma.checkpoint.names import parse_quant, resolve
 from uma.errors import UnknownName, UsageError
 
 LLAMA_70B = "meta-llama/Meta-Llama-3-70B-Instruct"
@@ -216,3 +216,13 @@ print(time.process_time() - before, sum(p.endswith(".json") for p in opened), le
 def test_a_model_is_found_in_any_case():
     assert find_model(LLAMA_70B.lower()).hf_id == LLAMA_70B
     assert find_model("nobody/nothing") is None
+
+
+def test_the_names_to_complete_all_mean_a_model():
+    assert "llama-3-70b" in model_names()
+    assert "Qwen3-30B-A3B-8bit" in model_names()
+    assert len(set(model_names())) == len(model_names())
+    originals = {model.hf_id.partition("/")[2] for model in models()}
+    for name in originals | {short_name(model) for model in models()}:
+        assert name in model_names()
+        assert resolve(name).model is not None

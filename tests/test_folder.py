@@ -163,6 +163,15 @@ def test_an_alias_is_described_by_the_catalog_without_a_network():
     assert source.repo == "mlx-community/Meta-Llama-3-70B-Instruct-4bit"
 
 
+def test_a_repository_that_is_not_cached_has_the_quantization_of_its_name():
+    config = locate("mlx-community/Qwen3-14B-8bit").config
+    assert config["quantization"] == {"group_size": 64, "bits": 8}
+    config = locate("mlx-community/GLM-4.7-8bit-gs32").config
+    assert config["quantization"] == {"group_size": 32, "bits": 8}
+    assert "quantization" not in locate("meta-llama/Meta-Llama-3-70B-Instruct", bits=4).config
+    assert "quantization" not in locate("mlx-community/gpt-oss-20b-MXFP4-Q8").config
+
+
 def cache(repo: str, folder: Path, tmp_path: Path) -> Path:
     """Put ``folder`` into the hub's cache as ``repo``, in the layout of huggingface_hub."""
     place = tmp_path / "hf" / "hub" / f"models--{repo.replace('/', '--')}"

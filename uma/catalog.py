@@ -20,6 +20,10 @@ from uma.units import GB
 
 DATA = Path(__file__).parent / "data"
 
+_MAKERS = re.compile(r"^(meta|c4ai|nvidia|ai21)-")
+TUNING = re.compile(r"-(instruct|it|chat|hf|bf16|qat)(?=-|$)")
+_VERSION = re.compile(r"-(v\d+(\.\d+)?|\d{2}-\d{4}|\d{4})$")
+
 Basis = Literal["exact", "transcribed", "derived"]
 """Of a ``config.json``: a copy, some of its keys typed in, or made from published shapes."""
 
@@ -328,3 +332,51 @@ def model_config(model: Model) -> ModelConfig:
         source=values.pop("_source"),
         note=values.pop("_note", ""),
     )
+
+
+@cache
+def aliases() -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Hub ids by the words of a name; several ids where the name alone does not decide.
+
+    Names follow from the hub ids: ``meta-llama/Meta-Llama-3-70B-Instruct`` is also
+    ``llama-3-70b``. A shortened name never takes one that is another model's own. ``aliases.csv``
+    adds only what no rule gives, such as ``llama3`` for the 8B one.
+    """
+    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+    with open(DATA / "aliases.csv", encoding="utf-8", newline="") as file:
+        next(file)
+        for row in csv.DictReader(file):
+            found[words(row["alias"])] = (row["hf_id"],)
+    for level in range(4):
+        added: dict[tuple[str, ...], tuple[str, ...]] = {}
+        for model in models():
+            key = words(_forms(model.hf_id)[level])
+            added[key] = tuple(dict.fromkeys((*added.get(key, ()), model.hf_id)))
+        found = added | found
+    return found
+
+
+def _forms(hf_id: str) -> tuple[str, str, str, str]:
+    """A model's name in full, without its maker, without what it was tuned for, undated."""
+    full = hf_id.partition("/")[2].lower()
+    made = _MAKERS.sub("", full)
+    tuned = TUNING.sub("", made)
+    return full, made, tuned, _VERSION.sub("", tuned)
+
+
+def short_name(model: Model) -> str:
+    """The shortest alias that means ``model`` and no other.
+
+    >>> short_name(find_model("meta-llama/Meta-Llama-3-70B-Instruct"))
+    'llama-3-70b'
+    """
+    forms = reversed(_forms(model.hf_id))
+    return next(form for form in forms if aliases()[words(form)] == (model.hf_id,))
+
+
+@cache
+def model_names() -> tuple[str, ...]:
+    """Every model's shortest name, then the names that hubs know models by."""
+    public = [model.hf_id for model in models()] + [row.repo for row in repositories()]
+    names = [short_name(model) for model in models()]
+    return tuple(dict.fromkeys(names + [name.partition("/")[2] for name in public]))

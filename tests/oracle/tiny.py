@@ -520,4 +520,93 @@ TINY |= {
         "mamba_expand": 2,
     },
 }
+TINY |= {
+    "exaone_moe": {
+        **BASE,
+        **HEADS,
+        **EXPERTS,
+        "num_shared_experts": 1,
+        "layer_types": LAYER_TYPES,
+        "sliding_window": 96,
+        "is_moe_layer": [False, True, True, True],
+        "rope_parameters": {"rope_theta": 10000.0},
+    },
+    "mellum": {
+        **BASE,
+        **HEADS,
+        **EXPERTS,
+        "tie_word_embeddings": False,
+        "layer_types": LAYER_TYPES,
+        "sliding_window": 96,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in LAYER_TYPES
+        },
+    },
+    "minicpm3": {
+        **BASE,
+        **LATENT,
+        "dim_model_base": 64,
+        "scale_depth": 1.4,
+        "scale_emb": 12.0,
+        "rope_scaling": {
+            "type": "longrope",
+            "original_max_position_embeddings": 4096,
+            "short_factor": [1.0] * 16,
+            "long_factor": [1.0] * 16,
+        },
+    },
+    "youtu_llm": {**BASE, **LATENT},
+    "telechat3": BASE,
+    "gpt2": {
+        "n_ctx": 1024,
+        "n_embd": 128,
+        "n_head": 4,
+        "n_layer": 2,
+        "n_positions": 1024,
+        "layer_norm_epsilon": 1e-5,
+        "vocab_size": 128,
+    },
+    "gpt_neox": {
+        **BASE,
+        "layer_norm_eps": 1e-5,
+        "rotary_emb_base": 10000,
+        "rotary_pct": 0.25,
+    },
+    "qwen": {**BASE, "kv_channels": 32},
+    "exaone": {
+        **BASE,
+        **HEADS,
+        "num_layers": 2,
+        "layer_norm_epsilon": 1e-5,
+    },
+    "olmo_hybrid": {
+        **BASE,
+        **DELTA,
+        "linear_allow_neg_eigval": True,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+    },
+    "kimi_k3": {
+        "text_config": {
+            **BASE,
+            **LATENT,
+            "model_type": "kimi_k3_text",
+            "activation_situ_beta": 1.0,
+            "linear_attn_config": {
+                "num_heads": 4,
+                "head_dim": 32,
+                "short_conv_kernel_size": 4,
+                "kda_layers": [1, 2, 3],
+                "full_attn_layers": [4],
+            },
+            "attn_res_block_size": 2,
+            "mla_use_output_gate": True,
+            "num_experts": 4,
+            "num_experts_per_token": 2,
+            "num_shared_experts": 1,
+            "routed_expert_hidden_size": 64,
+            "latent_moe_use_norm": True,
+        }
+    },
+}
 TINY = {name: {"model_type": name, **config} for name, config in TINY.items()}

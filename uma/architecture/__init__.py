@@ -14,8 +14,11 @@ from uma.architecture import (
     dense,
     dense_variants,
     experts,
+    experts_by_layer,
     experts_variants,
     gemma,
+    gpt,
+    kimi,
     latent,
     linear_attention,
     mamba,
@@ -30,7 +33,10 @@ MODULES: Modules = (
     | dense.MODULES
     | dense_variants.MODULES
     | gemma.MODULES
+    | gpt.MODULES
+    | kimi.MODULES
     | experts.MODULES
+    | experts_by_layer.MODULES
     | experts_variants.MODULES
     | latent.MODULES
     | linear_attention.MODULES
@@ -68,9 +74,13 @@ WRAPPERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"vocab_size": 262144, "num_attention_heads": 8, "num_key_value_heads": 1},
     ),
     "kimi_k25": ("deepseek_v3", "language_model", {}),
+    "kimi_k3": ("kimi_k3", "language_model", {}),
+    "kimi_vl": ("deepseek_v3", "language_model", {}),
+    "lfm2-vl": ("lfm2", "language_model", {}),
     "llama4": ("llama4", "language_model", {}),
     "minimax_m3_vl": ("minimax_m3_vl", "language_model", {}),
     "mistral3": ("llama", "language_model", {"tie_word_embeddings": False}),
+    "pixtral": ("llama", "language_model", {"num_attention_heads": 32}),
     "qwen2_vl": ("qwen2", "language_model", {}),
     "qwen3_5": ("qwen3_5", "language_model", {}),
     "qwen3_5_moe": ("qwen3_5", "language_model", {}),

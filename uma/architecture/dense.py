@@ -234,6 +234,15 @@ MODULES: Modules = {
     "llama": (llama, LLAMA_DEFAULTS),
     "ministral3": (llama, LLAMA_DEFAULTS),
     "smollm3": (llama, LLAMA_DEFAULTS),
+    "telechat3": (
+        llama,
+        {
+            "mlp_bias": False,
+            "attention_bias": False,
+            "head_dim": None,
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen2": (qwen2, {"tie_word_embeddings": True}),
     "qwen3": (qwen3, {}),
     "phi3": (phi3, {"num_key_value_heads": None, "tie_word_embeddings": False}),

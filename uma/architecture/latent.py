@@ -165,6 +165,24 @@ def mistral4(c: Config) -> Architecture:
     return decoder(c, layers, tied=c.tie_word_embeddings)
 
 
+def dense_latent(c: Config) -> Architecture:
+    """Latent attention over dense feed-forward parts, keys and values expanded."""
+    mlp = mlp_part(c, c.mlp_bias)
+    part = latent_part(c, False) + mlp + norms(c.hidden_size, *LLAMA_NORMS)
+    dense = FeedForward(c.intermediate_size)
+    layers = [
+        layer(f"model.layers.{i}", [latent_attention(c)], [dense], part)
+        for i in range(c.num_hidden_layers)
+    ]
+    return decoder(c, layers, tied=c.tie_word_embeddings)
+
+
+def minicpm3(c: Config) -> Architecture:
+    """Values as wide as ``hidden_size`` split over the heads."""
+    width = c.hidden_size // c.num_attention_heads
+    return dense_latent(c.named(v_head_dim=width, mlp_bias=False))
+
+
 DEEPSEEK_DEFAULTS = {
     "vocab_size": 102400,
     "hidden_size": 4096,
@@ -216,6 +234,27 @@ MODULES: Modules = {
             "first_k_dense_replace": 1,
             "max_position_embeddings": 202752,
             "attention_bias": False,
+        },
+    ),
+    "minicpm3": (minicpm3, {"attention_bias": False, "tie_word_embeddings": False}),
+    "youtu_llm": (
+        dense_latent,
+        {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "qk_nope_head_dim": 128,
+            "max_position_embeddings": 131072,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": True,
         },
     ),
     "mistral4": (mistral4, {"attention_bias": False, "tie_word_embeddings": False}),

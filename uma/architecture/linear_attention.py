@@ -1,14 +1,13 @@
 """Hybrids of linear attention (gated delta networks) and softmax attention."""
 
 from uma.architecture.config import Config, Modules
-from uma.architecture.dense import LLAMA_NORMS, attention, mlp_part
+from uma.architecture.dense import LLAMA_NORMS, OLMO_NORMS, attention, attention_part, mlp_part
 from uma.architecture.experts import is_sparse
 from uma.architecture.layers import (
     Architecture,
     Attention,
     Experts,
     FeedForward,
-    LatentAttention,
     Layer,
     Recurrent,
     State,
@@ -22,7 +21,6 @@ from uma.architecture.parts import (
     linear,
     norms,
     router,
-    stacked,
     switch_glu,
     under,
 )
@@ -145,76 +143,56 @@ def qwen3_5(c: Config) -> Architecture:
     return decoder(c, qwen_hybrid_layers(c, qwen3_5_delta(c), sparse), tied=c.tie_word_embeddings)
 
 
-def kimi_delta_part(c: Config) -> Part:
-    """Kimi delta attention: three short convolutions and two low-rank gates."""
-    settings, hidden = c.linear_attn_config, c.hidden_size
-    heads, dim = settings["num_heads"], settings["head_dim"]
-    width, kernel = heads * dim, settings.get("short_conv_kernel_size", 4)
-    return under(
-        "self_attn",
-        *(linear(f"{x}_proj", width, hidden) for x in "qkv"),
-        *(array(f"{x}_conv.conv", width, kernel, 1) for x in "qkv"),
-        *(linear(f"{x}_a_proj", dim, hidden) for x in "fg"),
-        *(linear(f"{x}_b_proj", width, dim) for x in "fg"),
+def olmo_hybrid(c: Config) -> Architecture:
+    """Delta networks with three convolutions; OLMo's norms around the softmax layers."""
+    hidden, heads = c.hidden_size, c.linear_num_value_heads
+    keys = c.linear_num_key_heads * c.linear_key_head_dim
+    values = heads * c.linear_value_head_dim
+    kernel = c.linear_conv_kernel_dim
+    delta = under(
+        "linear_attn",
+        linear("q_proj", keys, hidden),
+        linear("k_proj", keys, hidden),
+        linear("v_proj", values, hidden),
+        linear("a_proj", heads, hidden),
         linear("b_proj", heads, hidden),
-        array("A_log", 1, 1, heads, 1, dtype="float32"),
-        array("dt_bias", width, dtype="float32"),
-        array("o_norm", dim),
-        linear("o_proj", hidden, width),
+        linear("g_proj", values, hidden),
+        linear("o_proj", hidden, values),
+        array("q_conv1d", keys, kernel, 1),
+        array("k_conv1d", keys, kernel, 1),
+        array("v_conv1d", values, kernel, 1),
+        array("A_log", heads),
+        array("dt_bias", heads),
+        array("o_norm", c.linear_value_head_dim),
     )
-
-
-def kimi_delta(c: Config) -> Recurrent:
-    settings = c.linear_attn_config
-    heads, dim = settings["num_heads"], settings["head_dim"]
-    tail = settings.get("short_conv_kernel_size", 4) - 1
-    convolutions = tuple(State(f"{x}_conv", (tail, heads * dim), "model") for x in "qkv")
-    states = (*convolutions, State("delta", (heads, dim, dim), "float32"))
-    return Recurrent("kimi_delta", states, heads, dim, heads * dim)
-
-
-def kimi_latent(c: Config) -> tuple[LatentAttention, Part]:
-    """Latent attention without a query rank; rotary width 0 if not given."""
-    heads, rank, hidden = c.num_attention_heads, c.kv_lora_rank, c.hidden_size
-    nope, rope = c.qk_nope_head_dim or c.head_dim, c.qk_rope_head_dim or 0
-    values = c.v_head_dim or c.head_dim
-    part = under(
-        "self_attn",
-        linear("q_proj", heads * (nope + rope), hidden),
-        linear("kv_a_proj_with_mqa", rank + rope, hidden),
-        array("kv_a_layernorm", rank),
-        stacked("embed_q", heads, rank, nope),
-        stacked("unembed_out", heads, values, rank),
-        linear("o_proj", hidden, heads * values),
+    states = tuple(
+        State(f"{name}_conv", (kernel - 1, width), "model")
+        for name, width in (("q", keys), ("k", keys), ("v", values))
     )
-    return LatentAttention(heads, rank, rope, nope, values), part
-
-
-def kimi_experts(c: Config) -> tuple[Experts, Part]:
-    hidden, width = c.hidden_size, c.moe_intermediate_size
-    shared = width * c.num_shared_experts
-    part = under(
-        "mlp",
-        router("gate", c.num_experts, hidden),
-        switch_glu("switch_mlp", c.num_experts, hidden, width),
-        array("e_score_correction_bias", c.num_experts, dtype="float32"),
-        *([gated_mlp("shared_experts", hidden, shared)] if shared else []),
+    matrix = (heads, c.linear_value_head_dim, c.linear_key_head_dim)
+    recurrent = Recurrent(
+        "gated_delta",
+        (*states, State("delta", matrix, "float32")),
+        heads,
+        c.linear_value_head_dim,
+        values,
     )
-    return Experts(c.num_experts, c.num_experts_per_token, width, shared), part
-
-
-def kimi_linear(c: Config) -> Architecture:
-    """``kda_layers`` counts layers from 1."""
-    recurrent = (kimi_delta(c), kimi_delta_part(c))
-    latent = kimi_latent(c)
-    dense = (FeedForward(c.intermediate_size), mlp_part(c))
+    types = c.layer_types or [
+        "full_attention" if i % 4 == 3 else "linear_attention" for i in range(c.num_hidden_layers)
+    ]
+    dim = c.head_width
+    full = attention_part(c, dim, c.attention_bias, qk_norm="full") + norms(hidden, *OLMO_NORMS)
+    mixers: dict[str, tuple[Attention | Recurrent, Part]] = {
+        "full_attention": (attention(c, dim), full),
+        "linear_attention": (recurrent, delta + norms(hidden, *LLAMA_NORMS)),
+    }
+    mlp = mlp_part(c)
     layers = []
-    for i in range(c.num_hidden_layers):
-        mixer, part = recurrent if i + 1 in c.linear_attn_config["kda_layers"] else latent
-        sparse = i >= c.first_k_dense_replace and i % c.moe_layer_freq == 0 and c.num_experts > 0
-        feed_forward, mlp = kimi_experts(c) if sparse else dense
-        layer_norms = norms(c.hidden_size, *LLAMA_NORMS)
-        layers.append(layer(f"model.layers.{i}", [mixer], [feed_forward], part, mlp, layer_norms))
+    for i, kind in enumerate(types):
+        mixer, part = mixers[kind]
+        layers.append(
+            layer(f"model.layers.{i}", [mixer], [FeedForward(c.intermediate_size)], part, mlp)
+        )
     return decoder(c, layers, tied=c.tie_word_embeddings)
 
 
@@ -255,17 +233,5 @@ MODULES: Modules = {
         },
     ),
     "qwen3_5": (qwen3_5, QWEN3_5_DEFAULTS),
-    "kimi_linear": (
-        kimi_linear,
-        {
-            "tie_word_embeddings": False,
-            "qk_nope_head_dim": None,
-            "qk_rope_head_dim": None,
-            "v_head_dim": None,
-            "num_experts_per_token": 1,
-            "num_shared_experts": 0,
-            "first_k_dense_replace": 0,
-            "moe_layer_freq": 1,
-        },
-    ),
+    "olmo_hybrid": (olmo_hybrid, {"head_dim": None, "layer_types": None}),
 }

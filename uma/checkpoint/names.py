@@ -1,29 +1,22 @@
-"""What a model's name stands for: a hub id, a catalog alias, ``repo:QUANT``, an Ollama-style tag.
+"""What a model's name stands for: a hub id, an alias, ``repo:QUANT``, an Ollama-style tag."""
 
-Aliases follow from the hub ids: ``meta-llama/Meta-Llama-3-70B-Instruct`` is also ``llama-3-70b``.
-``uma/data/aliases.csv`` adds only what no rule gives, such as ``llama3`` for the 8B one.
-"""
-
-import csv
 import re
 from dataclasses import dataclass, replace
-from functools import cache
 
 from uma.catalog import (
-    DATA,
+    TUNING,
     Model,
     Repository,
+    aliases,
     find_model,
     models,
     nearest,
     repositories,
+    short_name,
     words,
 )
 from uma.errors import UnknownName, UsageError
 
-_MAKERS = re.compile(r"^(meta|c4ai|nvidia|ai21)-")
-_TUNING = re.compile(r"-(instruct|it|chat|hf|bf16|qat)(?=-|$)")
-_VERSION = re.compile(r"-(v\d+(\.\d+)?|\d{2}-\d{4}|\d{4})$")
 _TYPE = r"i?q\d\w*|[bf]f?p?(?:16|32)|mxfp4(?:-q8)?|mxfp8|nvfp4|int[48]|\d-?bits?"
 _TYPE_AT_END = re.compile(rf"[-_:.](?:mlx-)?({_TYPE})$", re.IGNORECASE)
 _MODES = {"mxfp4": 4, "mxfp8": 8, "nvfp4": 4}
@@ -141,45 +134,6 @@ def _known_repository(hf_id: str, bits: int | None, mode: str | None) -> Reposit
     return next(iter(wanted or (rows if mode is None else [])), None)
 
 
-@cache
-def aliases() -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Hub ids by the words of a name; several ids where the name alone does not decide.
-
-    A longer form of a name never makes a shorter one ambiguous that is another model's own.
-    """
-    found: dict[tuple[str, ...], tuple[str, ...]] = {}
-    with open(DATA / "aliases.csv", encoding="utf-8", newline="") as file:
-        next(file)
-        for row in csv.DictReader(file):
-            found[words(row["alias"])] = (row["hf_id"],)
-    for level in range(4):
-        added: dict[tuple[str, ...], tuple[str, ...]] = {}
-        for model in models():
-            key = words(_forms(model.hf_id)[level])
-            added[key] = tuple(dict.fromkeys((*added.get(key, ()), model.hf_id)))
-        found = added | found
-    return found
-
-
-def _forms(hf_id: str) -> tuple[str, str, str, str]:
-    """A model's name in full, without its maker, without what it was tuned for, undated."""
-    full = hf_id.partition("/")[2].lower()
-    made = _MAKERS.sub("", full)
-    tuned = _TUNING.sub("", made)
-    return full, made, tuned, _VERSION.sub("", tuned)
-
-
-def short_name(model: Model) -> str:
-    """The shortest alias that means ``model`` and no other.
-
-    >>> from uma.catalog import find_model
-    >>> short_name(find_model("meta-llama/Meta-Llama-3-70B-Instruct"))
-    'llama-3-70b'
-    """
-    forms = reversed(_forms(model.hf_id))
-    return next(form for form in forms if aliases()[words(form)] == (model.hf_id,))
-
-
 def _find(name: str) -> tuple[str, str | None]:
     """The hub id that an alias means, and the format at its end.
 
@@ -190,7 +144,7 @@ def _find(name: str) -> tuple[str, str | None]:
     match = _TYPE_AT_END.search(plain)
     tries = [(plain, None), (plain[: match.start()], match[1])] if match else [(plain, None)]
     for text, tag in tries:
-        untuned = _TUNING.sub("", re.sub(r"[\s_:]+", "-", text.lower()))
+        untuned = TUNING.sub("", re.sub(r"[\s_:]+", "-", text.lower()))
         for form in (text, untuned):
             ids = aliases().get(words(form), ())
             if len(ids) > 1:

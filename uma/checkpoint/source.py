@@ -289,18 +289,39 @@ def _from_hub(resolution: Resolution, revision: str) -> ModelSource:
         source = _from_cache(resolution, repo, revision)
         if source is not None:
             return source
-    config = model_config(resolution.model) if resolution.model else None
-    return ModelSource(
+    source = ModelSource(
         name=resolution.name,
-        kind="catalog" if config else "hub",
-        origin="catalog shapes" if config else "not read yet",
+        kind="hub",
+        origin="not read yet",
         repo=resolution.repo,
         revision=revision,
-        config=config.values if config else None,
-        config_basis=config.basis if config else "exact",
         published_bytes=resolution.repository.size_bytes if resolution.repository else None,
         resolution=resolution,
     )
+    if resolution.model is None:
+        return source
+    config = model_config(resolution.model)
+    return replace(
+        source,
+        kind="catalog",
+        origin="catalog shapes",
+        config=config.values | _stored_quantization(resolution),
+        config_basis=config.basis,
+    )
+
+
+def _stored_quantization(resolution: Resolution) -> dict[str, Any]:
+    """What the config of a repository given by its id adds to its model's, as its name tells.
+
+    64 is the group size that ``mlx_lm.convert`` takes unless told otherwise (mlx-lm 0.32.2).
+    """
+    row = resolution.repository
+    if row is None or "/" not in resolution.name or row.bits in (None, 16):
+        return {}
+    if row.mode not in ("affine", ""):
+        return {}
+    group_size = 32 if row.repo.endswith("-gs32") else 64
+    return {"quantization": {"group_size": group_size, "bits": row.bits}}
 
 
 def _from_cache(resolution: Resolution, repo: str, revision: str) -> ModelSource | None:

@@ -190,13 +190,14 @@ def cut_text(stats: "Stats", settings: "Settings", context_tokens: int) -> str |
 
 def record(have: Ready, report: dict[str, Any]) -> str | None:
     """Keep one run on this machine; a note if that failed."""
-    from uma.catalog import model_names
+    from uma.catalog import models
     from uma.paths import records_folder
     from uma.records import model_name, write_record
     from uma.runtime.versions import versions
 
     source = have.planned.source
-    name = model_name(source.name, local=source.repo is None, known=model_names())
+    known = [model.hf_id.rsplit("/", 1)[-1] for model in models()]
+    name = model_name(source.name, local=source.repo is None, known=known)
     speeds = {
         key: value for key, value in report.items() if key.endswith(("_tps", "_s", "_tokens"))
     }

@@ -62,7 +62,7 @@ def _convert(
     json: bool,
 ) -> dict[str, Any]:
     from uma.checkpoint.source import fetch
-    from uma.cli.plan import located
+    from uma.cli.plan import asked_quantization, located
     from uma.cli.progress import progress
     from uma.cli.run import RunOptions
     from uma.cli.session import confirmed, require_mlx
@@ -77,18 +77,18 @@ def _convert(
         source = confirmed(chosen, source)
         with progress("downloading", quiet=json, sizes=True) as show:
             source = fetch(source, progress=show)
-    asked = (bits, mode, group_size) != (None, None, None)
-    quantization = quantization_for(bits, mode, group_size) if asked else None
     assert source.path is not None
     with progress("converting", quiet=json, sizes=True) as show:
         if source.gguf_headers:
             from uma.runtime.gguf.convert import convert as convert_gguf
 
             return asdict(
-                convert_gguf(source.path, output, quantization=quantization, progress=show)
+                convert_gguf(
+                    source.path, output, quantization=asked_quantization(chosen), progress=show
+                )
             )
         from uma.runtime.convert import convert_folder
 
-        if not asked:
-            quantization = quantization_for(4)
+        asked = (bits, mode, group_size) != (None, None, None)
+        quantization = quantization_for(bits, mode, group_size) if asked else quantization_for(4)
         return convert_folder(source.path, output, quantization=quantization, progress=show)

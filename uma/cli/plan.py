@@ -1,7 +1,7 @@
 """From the options of a command to a plan: what the model is, what it needs, whether it fits."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from uma.cli.progress import say
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from uma.machine import Machine
     from uma.memory.term import MemoryTerm
     from uma.plan.inference import Form, InferencePlan, Request
+    from uma.quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ def print_plan(chosen: "RunOptions", emit: "Server | None") -> int:
     source = located(chosen)
     if source.config is None and not source.gguf_headers:
         source = probe(source)
+    if source.gguf_headers:
+        source = as_converted(chosen, source)
     planned = plan_of(chosen, source, read_machine())
     if emit is not None:
         from uma.plan.emit import server_command
@@ -54,6 +57,25 @@ def _fit_code(chosen: "RunOptions", planned: Planned) -> int:
         return 0
     say(f"uma: {does_not_fit(planned).args[0]}")
     return DoesNotFit.exit_code
+
+
+def as_converted(chosen: "RunOptions", source: "ModelSource") -> "ModelSource":
+    """A GGUF source described as the folder that it would be converted to."""
+    from uma.runtime.gguf.convert import planned_config
+
+    config, _ = planned_config(source.gguf_headers[0], asked_quantization(chosen))
+    return replace(source, config=config)
+
+
+def asked_quantization(chosen: "RunOptions") -> "Quantization | None":
+    """The format that the options name; ``Quantization(16)`` for full precision, for GGUF files."""
+    from uma.quantization import Quantization, quantization_for
+
+    if chosen.bits == 16:
+        return Quantization(16)
+    if (chosen.bits, chosen.mode, chosen.group_size) == (None, None, None):
+        return None
+    return quantization_for(chosen.bits, chosen.mode, chosen.group_size)
 
 
 def located(chosen: "RunOptions") -> "ModelSource":
@@ -100,12 +122,14 @@ def plan_of(
     if source.config is None:
         raise UnsupportedModel(f"{source.name}: its configuration is not known")
     architecture = architecture_from_config(source.config)
+    # What was asked of a GGUF file was done when it was converted.
+    asked = replace(chosen, bits=None, mode=None, group_size=None) if is_gguf(source) else chosen
     forms = forms_of(
         source,
         architecture,
-        bits=chosen.bits,
-        mode=chosen.mode,
-        group_size=chosen.group_size,
+        bits=asked.bits,
+        mode=asked.mode,
+        group_size=asked.group_size,
         backend=machine.backend,
     )
     if chosen.dequantize == "never":
@@ -116,6 +140,10 @@ def plan_of(
         forms = by_speed(forms, architecture, source.config)
     plan = plan_inference(architecture, forms, request_of(chosen), machine, extra)
     return Planned(source, plan)
+
+
+def is_gguf(source: "ModelSource") -> bool:
+    return source.kind in ("gguf", "default")
 
 
 def by_speed(

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from uma.cli.plan import Planned, does_not_fit, located, plan_of
+from uma.cli.plan import Planned, asked_quantization, does_not_fit, located, plan_of
 from uma.cli.progress import progress, say
 from uma.cli.run import RunOptions
 from uma.errors import RuntimeUnavailable, Unconfirmed, UsageError
@@ -183,18 +183,17 @@ def converted(chosen: RunOptions, source: "ModelSource") -> "ModelSource":
     """A GGUF source as the folder that it was converted to, once."""
     from uma.checkpoint.source import locate
     from uma.paths import cache_folder
-    from uma.quantization import quantization_for
     from uma.runtime.gguf.convert import converted_folder
 
-    quantization = None
-    if (chosen.bits, chosen.mode, chosen.group_size) != (None, None, None):
-        quantization = quantization_for(chosen.bits, chosen.mode, chosen.group_size)
     assert source.path is not None
     with progress("converting", quiet=chosen.quiet, sizes=True) as show:
         folder = converted_folder(
-            source.path, cache_folder() / "converted", quantization=quantization, progress=show
+            source.path,
+            cache_folder() / "converted",
+            quantization=asked_quantization(chosen),
+            progress=show,
         )
-    return replace(locate(str(folder)), name=source.name)
+    return replace(locate(str(folder)), name=source.name, kind=source.kind)
 
 
 def draft_source(chosen: RunOptions) -> "ModelSource":

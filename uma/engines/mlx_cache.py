@@ -20,17 +20,18 @@ from uma.memory.kv_cache import LayerCache, StateCache, TokenCache
 # Modules without ``make_cache``: every layer gets the same cache, sliding or not, and only these
 # honour ``max_kv_size`` (first 4 tokens kept).
 _UNIFORM = """
-apertus bailing_moe cohere dbrx deepseek deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe gemma
-gemma2 glm glm4 glm4_moe glm4_moe_lite granite granitemoe helium hunyuan_v1_dense internlm2
-internlm3 kimi_k25 mimo minicpm minimax mistral3 mistral4 mixtral nemotron olmo2 olmoe phi phi3
-phimoe qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe seed_oss smollm3 solar_open
-stablelm starcoder2
+apertus bailing_moe cohere dbrx deepseek deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe
+exaone gemma gemma2 glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_neox granite granitemoe helium
+hunyuan_v1_dense internlm2 internlm3 kimi_k25 kimi_vl mimo minicpm minicpm3 minimax mistral3
+mistral4 mixtral nemotron olmo2 olmoe phi phi3 phimoe pixtral qwen qwen2 qwen2_moe qwen2_vl qwen3
+qwen3_moe qwen3_vl qwen3_vl_moe seed_oss smollm3 solar_open stablelm starcoder2 telechat3
+youtu_llm
 """
 UNIFORM = frozenset(_UNIFORM.split())
 KEPT_TOKENS = 4
 
 # Modules that cache the expanded keys and values of latent attention, not the latent.
-EXPANDED = frozenset({"deepseek_v2", "minicpm3"})
+EXPANDED = frozenset({"deepseek_v2", "minicpm3", "youtu_llm"})
 
 # Modules that compute attention themselves and need plain arrays from their cache.
 OWN_ATTENTION = frozenset({"gemma2", "phi", "stablelm"})

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from uma.architecture.layers import Architecture, Layer, Recurrent
 from uma.engines.mlx_cache import EXPANDED, OWN_ATTENTION, layer_caches
-from uma.memory.activations import Call, Transient, held_bytes, largest, layer_transient
+from uma.memory.activations import Call, Transient, held_bytes, kept_bytes, largest, layer_transient
 from uma.memory.kv_cache import Slots, TokenCache, cache_bytes, state_bytes, trace
 from uma.memory.metal_activations import LayerTape, layer_tape, run_ahead
 from uma.workload import Backend, Inference
@@ -139,7 +139,7 @@ def _chunk(
         after[layer] = sum(sizes)
         if index and any(traces[c][index].slots != traces[c][index - 1].slots for c in caches):
             grown[layer] = after[layer]
-    held = sum(held_bytes(layer, call) for _, layer in enumerate(generation.architecture.layers))
+    held = sum(held_bytes(layer, call) for layer in generation.architecture.layers)
     if index == 0:
         held += _unquantized(generation, traces)
     transient = _transient(generation, generation.evaluated, grown, call)
@@ -186,13 +186,18 @@ def decode(generation: Generation) -> Moment:
 
 
 def _before_last_token(generation: Generation) -> int:
-    """Bytes of the caches after the last chunk of the prompt."""
+    """Bytes that the caches keep alive after the last chunk of the prompt."""
     workload = generation.workload
-    total = 0
+    ends = chunks(workload)
+    if not ends:
+        return 0
+    _, tokens, cached = ends[-1]
+    call = generation.call(tokens, cached)
+    total = sum(kept_bytes(layer, call) for layer in generation.architecture.layers)
     for caches in generation.caches.values():
         for cache in caches:
             states = trace(cache, workload.longest_prompt_tokens, workload.prefill_step_size)
-            total += generation.slot_bytes(cache) * (states[-2].slots if len(states) > 1 else 0)
+            total += generation.slot_bytes(cache) * states[-2].slots
     return total
 
 

@@ -27,7 +27,6 @@ SORTED_EXPERT_ROWS = 64  # mlx-lm, switch_layers.py: rows are sorted by expert f
 STEP = 256  # tokens that a cache grows by: mlx-lm, cache.py, KVCache.step
 SINK_SCORES = 3  # scores, scores with the sink's column, and the copy without it again
 SSM_STEP = 256  # mlx-lm, ssm.py, ssm_attn: tokens of a block whose pairs are materialised
-LAGGING_TOKENS = 128  # recurrent blocks are many small operations: rows that uncounted ones keep
 FLOAT32 = 4
 BOOL = 1
 
@@ -139,12 +138,34 @@ def kv_widths(mixer: Attention | LatentAttention) -> tuple[int, int]:
 
 
 def held_bytes(layer: Layer, call: Call) -> int:
-    """What a layer keeps alive while other layers run: the inputs of its convolution."""
+    """What a layer keeps alive to the end of the call: what its last states are computed from.
+
+    States that no later layer needs are evaluated last. They take the inputs of the convolution;
+    for Mamba-2 also its outputs, the scaled inputs in float32, and the decays between the tokens of
+    the last block (mlx-lm 0.32.2, ``ssm.py``, ``ssm_attn``).
+    """
+    held = 0
+    for mixer in layer.mixers:
+        if isinstance(mixer, Recurrent) and mixer.kind in CUTS_CHUNK:
+            held += call.array(_conv_width(mixer))
+            if mixer.kind == "mamba2" and call.tokens > 1:
+                held += call.array(_conv_width(mixer)) + call.rows * mixer.inner_size * FLOAT32
+                held += _pair_bytes(mixer, call, (call.tokens - 1) % SSM_STEP + 1)
+    return held
+
+
+def kept_bytes(layer: Layer, call: Call) -> int:
+    """What a layer's cache keeps alive until its next call, beyond its states."""
     return sum(
         call.array(_conv_width(mixer))
         for mixer in layer.mixers
-        if isinstance(mixer, Recurrent) and mixer.kind in CUTS_CHUNK
+        if isinstance(mixer, Recurrent) and mixer.kind in KEEPS_CHUNK
     )
+
+
+def _pair_bytes(mixer: Recurrent, call: Call, block: int) -> int:
+    """One float32 array over the pairs of tokens of a block, for every head."""
+    return call.batch_size * mixer.num_heads * block * block * FLOAT32
 
 
 def _conv_width(mixer: Recurrent) -> int:
@@ -246,24 +267,10 @@ def _recurrent(mixer: Recurrent, hidden_size: int, call: Call) -> Transient:
         state = sum(_elements(s.shape) for s in mixer.states if "conv" not in s.name)
         activations = call.array(hidden_size + 2 * conv + 3 * inner)
         return Transient(activations + call.rows * state * FLOAT32)
-    kept = conv if mixer.kind in KEEPS_CHUNK and call.cached_tokens else 0
-    activations = call.array(hidden_size + 2 * conv + 2 * inner + kept)
+    activations = call.array(hidden_size + conv + 2 * inner)
     if mixer.kind == "mamba2":
-        lagging = call.batch_size * min(call.tokens, LAGGING_TOKENS) * call.activation_bytes
-        return Transient(activations + lagging * (4 * conv + 3 * inner), _ssm_pairs(mixer, call))
-    return Transient(activations)
-
-
-def _ssm_pairs(mixer: Recurrent, call: Call) -> int:
-    """Pairs of tokens within blocks of 256: two arrays of every block, three of the current one.
-
-    mlx-lm 0.32.2, ``ssm.py``, ``ssm_attn``: the decays of all blocks come before the states.
-    """
-    full, rest = divmod(call.tokens, SSM_STEP)
-    first = SSM_STEP if full else rest
-    last = rest or SSM_STEP
-    pairs = 2 * (full * SSM_STEP**2 + rest**2) + max(3 * last**2, first**2)
-    return call.batch_size * mixer.num_heads * pairs * FLOAT32
+        return Transient(activations, _pair_bytes(mixer, call, min(SSM_STEP, call.tokens)))
+    return Transient(activations + call.array(2 * conv))
 
 
 def _feed_forward(

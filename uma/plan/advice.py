@@ -39,9 +39,11 @@ def _remedies(plan: InferencePlan, source: ModelSource) -> Iterator[str]:
         if cache is not None:
             yield _sentence("--kv-bits 8", cache)
     for bits in _fewer_bits(plan, source):
-        fewer = _tried(plan, forms_of(
-            source, plan.architecture, bits=bits, backend=plan.machine.backend
-        ), asked)
+        fewer = _tried(
+            plan,
+            forms_of(source, plan.architecture, bits=bits, backend=plan.machine.backend),
+            asked,
+        )
         if fewer is not None:
             yield _sentence(f"--bits {bits}", fewer)
             return

@@ -9,10 +9,9 @@ from dataclasses import replace
 from uma.architecture.layers import Architecture
 from uma.checkpoint.safetensors import Header
 from uma.checkpoint.source import ModelSource
-from uma.engines import mlx
 from uma.errors import UsageError
 from uma.memory.term import MemoryTerm
-from uma.memory.weights import parameters, weight_bytes
+from uma.memory.weights import parameter_bytes, parameters, weight_bytes
 from uma.plan.inference import Form
 from uma.quantization import (
     DTYPE_BYTES,
@@ -48,7 +47,7 @@ def forms_of(
     if stored is not None:
         wanted = quantization_for(bits, mode, group_size) if asked else None
         form = _stored_form(source, architecture, stored, wanted, bits)
-    elif not asked and source.kind == "mlx":
+    elif not asked and source.kind in ("mlx", "gguf", "default"):
         form = _full_form(source, architecture)
     else:
         wanted = quantization_for(bits or (None if mode else DEFAULT_BITS), mode, group_size)
@@ -60,7 +59,8 @@ def forms_of(
     if backend == "metal" or architecture.dtype == "float32":
         return (form,)
     scaled = _float32_scales_form(architecture, form, stored)
-    return (_float32_form(architecture, form), *([scaled] if scaled else []), form)
+    packed = form.quantization or stored
+    return (_float32_form(architecture, form, packed), *([scaled] if scaled else []), form)
 
 
 def _stored_form(
@@ -96,9 +96,7 @@ def _quantized_form(
     weights = weight_bytes(architecture, quantization, width)
     if source.kind != "catalog":
         weights = replace(weights, source=f"config shapes x {quantization}")
-    load = mlx.load_terms(
-        architecture, weights, quantization=quantization, source_dtype_bytes=width
-    )
+    load = _load_terms(architecture, None, quantization, width, width)
     notes = () if source.path is None else (f"quantized to {quantization} while it is loaded",)
     return Form(str(quantization), weights, width, load, notes, quantization=quantization)
 
@@ -121,10 +119,12 @@ def _float32_scales_form(
     )
 
 
-def _float32_form(architecture: Architecture, base: Form) -> Form:
+def _float32_form(
+    architecture: Architecture, base: Form, packed: Quantization | StoredQuantization | None
+) -> Form:
     """Every parameter as float32."""
     weights = replace(weight_bytes(architecture, None, 4), source="config shapes x float32")
-    load = mlx.load_terms(architecture, weights, quantization=None, source_dtype_bytes=4)
+    load = _load_terms(architecture, packed, None, DTYPE_BYTES[architecture.dtype], 4)
     notes = (*base.notes, _float32_note(weights, base))
     return replace(
         base,
@@ -135,6 +135,28 @@ def _float32_form(architecture: Architecture, base: Form) -> Form:
         notes=notes,
         kind="float32",
     )
+
+
+def _load_terms(
+    architecture: Architecture,
+    stored: Quantization | StoredQuantization | None,
+    made: Quantization | None,
+    stored_width: int,
+    made_width: int,
+) -> tuple[MemoryTerm, ...]:
+    """What loading holds above the result at its worst, converting one matrix after another.
+
+    Embeddings come first, then the layers, then the rest, as mlx-lm's modules list them.
+    """
+    order = sorted(architecture.parameters, key=lambda p: p.kind != "embedding")
+    first = [p for p in order if p.kind == "embedding"]
+    inside = [p for layer in architecture.layers for p in layer.parameters]
+    held = most = 0
+    for parameter in (*first, *inside, *order[len(first) :]):
+        held += parameter_bytes(parameter, made, made_width)
+        most = max(most, held + parameter_bytes(parameter, stored, stored_width))
+    above = max(0, most - held)
+    return (MemoryTerm("other", above, "bound", "the last matrices before conversion", "load"),)
 
 
 def _float32_note(weights: MemoryTerm, base: Form) -> str:

@@ -90,6 +90,25 @@ def convert(
     return report
 
 
+def planned_config(
+    header: GGUFHeader, quantization: Quantization | None = None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """``config.json`` of the folder that ``convert`` would write, from the header alone; notes."""
+    config = _model_config(header)
+    dtype = model_dtype(header, config.model_type)
+    layers = config.fields["num_hidden_layers"]
+    conversions = plan(header, config.model_type, layers, dtype, quantization)
+    fields = config.fields | {"torch_dtype": dtype}
+    if (stored := quantization_config(conversions)) is not None:
+        fields["quantization"] = stored
+    return fields, (*config.notes, *_notes(conversions, dtype))
+
+
+def _model_config(header: GGUFHeader) -> ModelConfig:
+    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+    return model_config(Metadata(header.metadata), shapes, rotary_tables(header))
+
+
 def _write_folder(
     header: GGUFHeader,
     folder: Path,
@@ -97,11 +116,9 @@ def _write_folder(
     quantization: Quantization | None,
     progress: Progress | None,
 ) -> ConversionReport:
-    metadata = Metadata(header.metadata)
-    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
-    config = model_config(metadata, shapes, rotary_tables(header))
+    config = _model_config(header)
     require_shapes(header, config.fields)
-    vocabulary = read_vocabulary(header, metadata)
+    vocabulary = read_vocabulary(header, Metadata(header.metadata))
     if len(vocabulary.tokens) > config.fields["vocab_size"]:
         raise CheckpointError(
             f"{len(vocabulary.tokens)} tokens for {config.fields['vocab_size']} embeddings"
