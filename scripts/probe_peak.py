@@ -27,7 +27,6 @@ from tests.models import CONFIGS, build_model
 from uma.architecture import architecture_from_config
 from uma.engines.mlx import (
     inference_terms,
-    largest_output_bytes,
     memory_limit_bytes,
 )
 from uma.ledger import phase_totals
@@ -193,10 +192,10 @@ def predicted_terms(
     terms = inference_terms(
         architecture, weights, workload, backend="cpu", activation_bytes=activation_bytes
     )
-    output = largest_output_bytes(
-        architecture, weights, workload, backend="cpu", activation_bytes=activation_bytes
+    limit = memory_limit_bytes(
+        architecture, weights, workload, terms, backend="cpu", activation_bytes=activation_bytes
     )
-    return terms, memory_limit_bytes(terms, output)
+    return terms, limit
 
 
 def main() -> None:

@@ -2,18 +2,20 @@
 
 import dataclasses
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("mlx_lm")
 
+import mlx_lm
 from mlx_lm.utils import MODEL_REMAPPING
 from oracle.build import build, our_shapes, shapes
 from oracle.catalog import completed, config_of, supported
 from oracle.tiny import TINY
 
-from uma.architecture import MODULES, REMAPPING, architecture_from_config
+from uma.architecture import MODULES, REMAPPING, WRAPPERS, architecture_from_config
 from uma.architecture.layers import Attention, Experts, Recurrent
 from uma.errors import CheckpointError, UnsupportedModel
 
@@ -45,6 +47,33 @@ def test_llama_3_70b_has_70_553_706_496_parameters() -> None:
 def test_every_module_has_a_small_configuration() -> None:
     tested = {REMAPPING.get(module, module) for module in TINY}
     assert not (MODULES.keys() - {"qwen3_5"}) - tested
+
+
+HELPERS = {
+    "activations",
+    "base",
+    "bitlinear_layers",
+    "cache",
+    "gated_delta",
+    "mla",
+    "pipeline",
+    "rope_utils",
+    "ssm",
+    "switch_layers",
+}
+STILL_TO_DO = set(
+    """
+    Klear afm7 baichuan_m1 bailing_hybrid bailing_moe_linear bailing_moe_v3 bitnet deepseek_v41 gear
+    gpt_bigcode gptj hunyuan iquestloopcoder lille-130m llama4_text longcat_flash
+    longcat_flash_ngram muse_glimmer muse_spark nanbeige nanochat olmo openelm phi3small phixtral
+    plamo plamo2 plamo3 prism_hadamard_qwen35 recurrent_gemma rwkv7 spark2_5 step3p5 talkie
+    """.split()  # noqa: SIM905
+)
+
+
+def test_the_modules_of_mlx_lm_that_we_do_not_lay_out_are_known() -> None:
+    files = {path.stem for path in Path(mlx_lm.__file__).parent.glob("models/[!_]*.py")}
+    assert files - HELPERS - MODULES.keys() - WRAPPERS.keys() == STILL_TO_DO
 
 
 def test_model_types_lead_to_mlx_lms_modules() -> None:

@@ -92,6 +92,13 @@ def test_a_path_that_is_not_there_is_said_to_be_missing(path):
         locate(path)
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "a\nb", "~nobody-of-that-name", "%s", "\udcff"])
+def test_a_name_that_no_path_can_have_is_an_error_like_any(name):
+    with pytest.raises((CheckpointError, UnknownName)) as error:
+        locate(name)
+    assert len(str(error.value)) < 500
+
+
 def test_a_name_that_is_unknown_is_not_called_a_missing_path():
     with pytest.raises(UnknownName, match="nearest"):
         locate("lama-3-8b")
@@ -211,6 +218,7 @@ def test_nothing_means_the_default_model():
     assert source.download_bytes == default_model.WHEEL.wheel_bytes
     assert source.config["num_hidden_layers"] == 30
     assert locate("smollm2-135m").kind == "default"
+    assert locate(default_model.HF_ID).repo == default_model.HF_ID
     assert locate("SmolLM2-135M-Instruct").kind == "default"
 
 

@@ -247,3 +247,5 @@ def test_a_gguf_repository_gives_the_file_of_the_asked_type(home, monkeypatch, t
         assert source.locate("org/tiny:Q8_0").kind == "gguf"
         with pytest.raises(CheckpointError, match=r"no GGUF of type Q9.*tiny\.Q4_K\.gguf"):
             source.fetch(source.locate("org/tiny:Q9"))
+        with pytest.raises(CheckpointError, match="only GGUF; add a type: org/tiny:Q8_0"):
+            source.probe(source.locate("org/tiny"))

@@ -15,6 +15,7 @@ from oracle.tiny import TINY
 
 from uma.architecture import MODULES, REMAPPING, WRAPPERS, architecture_from_config
 from uma.engines.mlx_cache import honours_max_kv_size, kv_quantization, layer_caches
+from uma.errors import UsageError
 from uma.memory.kv_cache import (
     CacheBytes,
     LayerCache,
@@ -216,6 +217,18 @@ def test_layers_kept_in_full_say_why(module: str, said: str, reason: str | None)
     plan = kv_quantization(architecture_from_config(TINY[module]), 32)
     assert str(plan) == said
     assert all(reason is not None and reason in kept for kept in plan.kept.values())
+
+
+@pytest.mark.parametrize("bits", [1, 3, 5, 6, 16])
+def test_widths_that_the_quantized_cache_cannot_pack_are_refused(bits: int) -> None:
+    with pytest.raises(UsageError, match="2, 4, 8"):
+        layer_caches(architecture_from_config(TINY["qwen3"]), kv_bits=bits)
+
+
+def test_mlx_lm_cannot_fill_a_quantized_cache_of_six_bits() -> None:
+    keys = mx.zeros((1, 2, 10, 128), mx.bfloat16)
+    with pytest.raises(ValueError, match="broadcast"):
+        mlx_cache.QuantizedKVCache(32, 6).update_and_fetch(keys, keys)
 
 
 def test_a_head_that_is_not_whole_groups_is_kept_in_full() -> None:

@@ -575,7 +575,6 @@ TINY |= {
     "qwen": {**BASE, "kv_channels": 32},
     "exaone": {
         **BASE,
-        **HEADS,
         "num_layers": 2,
         "layer_norm_epsilon": 1e-5,
     },

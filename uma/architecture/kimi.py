@@ -136,7 +136,7 @@ def k3_delta(c: Config) -> tuple[Recurrent, Part]:
 
 
 def k3_latent(c: Config) -> tuple[LatentAttention, Part]:
-    part = latent_part(c, absorbed=True)
+    part = latent_part(c.named(attention_bias=False), absorbed=True)
     if c.mla_use_output_gate:
         width = c.num_attention_heads * c.v_head_dim
         part += linear("self_attn.g_proj", width, c.hidden_size)

@@ -15,6 +15,7 @@ from uma.catalog import (
     short_name,
     words,
 )
+from uma.checkpoint.bounded_json import shown
 from uma.errors import UnknownName, UsageError
 
 _TYPE = r"i?q\d\w*|[bf]f?p?(?:16|32)|mxfp4(?:-q8)?|mxfp8|nvfp4|int[48]|\d-?bits?"
@@ -148,11 +149,11 @@ def _find(name: str) -> tuple[str, str | None]:
         for form in (text, untuned):
             ids = aliases().get(words(form), ())
             if len(ids) > 1:
-                raise UnknownName(f"{name!r} may be {', '.join(ids)}; give one of them")
+                raise UnknownName(f"{shown(name)} may be {', '.join(ids)}; give one of them")
             if ids:
                 return ids[0], tag
     close = nearest(name, (short_name(model) for model in models()))
     raise UnknownName(
-        f"no model is called {name!r}; nearest: {', '.join(close)}. "
+        f"no model is called {shown(name)}; nearest: {', '.join(close)}. "
         "A folder, a .gguf file, or a hub id (org/name) will do as well"
     )

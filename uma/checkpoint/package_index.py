@@ -133,7 +133,7 @@ def _uv_options(environ: Mapping[str, str]) -> dict[str, list[str]]:
             found["extra"] += table.get("extra-index-url", [])
             found["links"] += table.get("find-links", [])
         for index in tables.get("index", []):
-            found["main" if index.get("default") else "extra"].append(index["url"])
+            found["main" if index.get("default") else "extra"] += [index.get("url", "")]
     return found
 
 
@@ -246,7 +246,8 @@ def _links(place: str, settings: IndexSettings) -> list[str]:
         with open_url(place, settings, {"Accept": ACCEPT}) as response:
             raw = response.read(MAX_PAGE_BYTES)
             kind = response.headers.get("Content-Type", "")
-            return [_same_login(url, place) for url in links_of_page(raw, kind, response.url)]
+            urls = links_of_page(raw, kind, response.url)
+            return [_same_login(url, place) for url in urls if url.startswith("http")]
     local = Path(url2pathname(urlsplit(place).path) if place.startswith("file:") else place)
     if local.is_dir():
         return _links_of_folder(local)

@@ -4,6 +4,7 @@
 ``fetch`` downloads. Each gives a ``ModelSource`` that says where its facts come from.
 """
 
+import os
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -64,10 +65,10 @@ def locate(
     """
     if model is None or model.lower() == default_model.NAME.lower():
         return _default(model or default_model.NAME, cache_dir)
-    path = Path(model).expanduser()
-    if path.is_file():
+    path = Path(os.path.expanduser(model))
+    if os.path.isfile(path):  # unlike Path.is_file, false for a name that no path can have
         return _from_file(model, path)
-    if path.is_dir() and (_looks_like_path(model) or _holds_model(path)):
+    if os.path.isdir(path) and (_looks_like_path(model) or _holds_model(path)):
         return _from_folder(model, path)
     if _looks_like_path(model):
         raise CheckpointError(
@@ -75,8 +76,7 @@ def locate(
         )
     resolution = resolve(model, bits, quant)
     source = _from_hub(resolution, revision or hub.DEFAULT_REVISION)
-    is_default = resolution.model is not None and resolution.model.hf_id == default_model.HF_ID
-    if source.kind == "catalog" and is_default:
+    if source.path is None and resolution.repo == default_model.HF_ID and "/" not in model:
         return _default(model, cache_dir)
     return source
 
@@ -91,13 +91,12 @@ def probe(source: ModelSource) -> ModelSource:
     if source.path is not None or source.repo is None:
         return source
     repository = hub.repository(source.repo, source.revision)
-    if _gguf_type(source) is not None:
-        files = _gguf_of_type(source, repository)
-        weight_bytes = sum(file.size_bytes for file in files)
+    files = _gguf_files_of(source, repository)
+    if files:
         return replace(
             source,
             download_bytes=hub.missing_bytes(repository, files),
-            weight_bytes=weight_bytes,
+            weight_bytes=sum(file.size_bytes for file in files),
             origin="gguf file size",
         )
     headers = hub.read_remote_headers(repository)
@@ -131,13 +130,13 @@ def fetch(
     if source.repo is None:
         raise HubError(f"{source.name}: no repository is known to fetch it from")
     repository = hub.repository(source.repo, source.revision)
-    if _gguf_type(source) is not None:
-        files = _gguf_of_type(source, repository)
+    files = _gguf_files_of(source, repository)
+    if files:
         folder = hub.download(repository, files, progress)
         found = _from_gguf(source.name, folder / files[0].name)
     else:
         found = _from_folder(source.name, hub.download(repository, progress=progress))
-    return replace(found, repo=source.repo, resolution=source.resolution)
+    return replace(found, repo=source.repo, revision=source.revision, resolution=source.resolution)
 
 
 def models_folder() -> Path:
@@ -186,9 +185,12 @@ def _holds_model(folder: Path) -> bool:
 def _from_file(name: str, path: Path) -> ModelSource:
     if path.suffix.lower() == ".gguf":
         return _from_gguf(name, path)
-    with open(path, "rb") as file:
-        if file.read(4) == gguf.MAGIC:
-            return _from_gguf(name, path)
+    try:
+        with open(path, "rb") as file:
+            if file.read(4) == gguf.MAGIC:
+                return _from_gguf(name, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     raise CheckpointError(
         f"{path}: not a GGUF file; give a .gguf file, or the folder that holds config.json"
     )
@@ -256,24 +258,24 @@ def _no_config(folder: Path) -> str:
     return f"{folder}: has no config.json, so it is not a model's folder"
 
 
-def _gguf_type(source: ModelSource) -> str | None:
-    return source.resolution.gguf_type if source.resolution else None
-
-
-def _gguf_of_type(
+def _gguf_files_of(
     source: ModelSource, repository: hub.Repository
 ) -> tuple[hub.RepositoryFile, ...]:
-    """The GGUF files of the asked type.
+    """The files of the GGUF type that was asked; none where MLX or Hugging Face weights were.
 
     Raises:
-        CheckpointError: If there are none.
+        CheckpointError: If there are none of that type, or nothing but GGUF and no type was asked.
     """
-    wanted = _gguf_type(source) or ""
-    files = repository.select_gguf(wanted)
-    if not files:
-        names = [file.name for file in repository.files if file.name.endswith(".gguf")]
+    wanted = source.resolution.gguf_type if source.resolution else None
+    files = () if wanted is None else repository.select_gguf(wanted)
+    names = [file.name for file in repository.files if file.name.endswith(".gguf")]
+    only_gguf = names and not repository.select((safetensors.WEIGHTS,))
+    if not files and (wanted is not None or only_gguf):
+        lacks = (
+            f"no GGUF of type {wanted}" if wanted else f"only GGUF; add a type: {source.repo}:Q8_0"
+        )
         known = ", ".join(names[:12]) or "no GGUF files at all"
-        raise CheckpointError(f"{source.repo}: has no GGUF of type {wanted}; it has {known}")
+        raise CheckpointError(f"{source.repo}: has {lacks}; it has {known}")
     return files
 
 

@@ -17,7 +17,14 @@ from uma.architecture.layers import (
 )
 from uma.engines.mlx_phases import STEPS_IN_FLIGHT, Generation, Moment, chunks, decode, prefill
 from uma.ledger import peak
-from uma.memory.activations import FLOAT32, Call, attended_tokens, kv_widths, score_bytes
+from uma.memory.activations import (
+    FLOAT32,
+    Call,
+    attended_tokens,
+    kv_widths,
+    pair_bytes,
+    score_bytes,
+)
 from uma.memory.metal_activations import is_fused
 from uma.memory.term import MemoryTerm, Phase
 from uma.workload import Backend, Inference
@@ -26,6 +33,7 @@ CONTEXT_STEP = 256  # caches grow by this many tokens (cache.py, KVCache.step)
 PREFILL_STEPS = (2048, 1024, 512, 256, 128, 64)
 LONGEST_CONTEXT = 1 << 20  # searched where the model states no maximum
 SAMPLING_ARRAYS = 4  # sample_utils.py, top-p: order, sorted and summed probabilities, restored
+PAIRS_AHEAD = 5  # ssm.py, ssm_attn: arrays over pairs within nine operations
 NUM_DRAFT_TOKENS = 3  # generate.py, --num-draft-tokens
 
 # Kinds of recurrent layers whose temporaries were measured; of others the sizes are only similar.
@@ -228,6 +236,7 @@ def _layer_output(layer: Layer, call: Call, backend: Backend) -> int:
             sizes.append(call.array(part.num_experts_per_tok * width))
     for mixer in layer.mixers:
         if isinstance(mixer, Recurrent):
+            sizes.append(pair_bytes(mixer, call) if mixer.kind == "mamba2" else 0)
             continue
         fused = backend == "metal" and isinstance(mixer, Attention) and is_fused(mixer, call)
         sizes.append(0 if fused else score_bytes(mixer, call))
@@ -236,14 +245,34 @@ def _layer_output(layer: Layer, call: Call, backend: Backend) -> int:
     return max(sizes)
 
 
-def memory_limit_bytes(terms: Iterable[MemoryTerm], largest_output: int) -> int:
-    """The value for ``mx.set_memory_limit`` with which the peak stays at the predicted one.
+def memory_limit_bytes(
+    architecture: Architecture,
+    weights: MemoryTerm,
+    workload: Inference,
+    terms: Iterable[MemoryTerm],
+    *,
+    backend: Backend = "metal",
+    activation_bytes: int = 2,
+) -> int:
+    """The value for ``mx.set_memory_limit`` with which the peak stays at that of ``terms``.
 
-    MLX compares after it has allocated the outputs of an operation and waits for running ones
-    only then (mlx 0.32.4, ``transforms.cpp``, ``eval_impl``): the limit can be passed by one.
+    MLX compares after it has allocated the outputs of an operation, and only then waits for
+    running ones (mlx 0.32.4, ``transforms.cpp``, ``eval_impl``): the limit is passed by one
+    output, by a few of the equal ones that make up a Mamba-2 block.
     """
+    run = Generation(architecture, workload, weights.size_bytes, backend, activation_bytes)
+    output = largest_output_bytes(
+        architecture, weights, workload, backend=backend, activation_bytes=activation_bytes
+    )
+    blocks = [
+        PAIRS_AHEAD * pair_bytes(mixer, run.call(tokens, cached))
+        for _, tokens, cached in chunks(workload)
+        for layer in set(architecture.layers)
+        for mixer in layer.mixers
+        if isinstance(mixer, Recurrent) and mixer.kind == "mamba2"
+    ]
     held = [term for term in terms if term.name != "buffer_pool"]
-    return max(1, peak(held)[1] - largest_output)
+    return max(1, peak(held)[1] - max(output, *blocks, 0))
 
 
 def _logits_bytes(vocab_size: int, batch_size: int, activation_bytes: int) -> int:

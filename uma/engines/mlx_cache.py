@@ -15,6 +15,7 @@ from uma.architecture.layers import (
     Mixer,
     Recurrent,
 )
+from uma.errors import UsageError
 from uma.memory.kv_cache import LayerCache, StateCache, TokenCache
 
 # Modules without ``make_cache``: every layer gets the same cache, sliding or not, and only these
@@ -65,7 +66,15 @@ def layer_caches(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
 ) -> tuple[LayerCache, ...]:
-    """The caches of every layer that holds one, in the order of mlx-lm's list."""
+    """The caches of every layer that holds one, in the order of mlx-lm's list.
+
+    A cache that ``max_kv_size`` bounds is not quantized.
+
+    Raises:
+        UsageError: If ``kv_bits`` is a width that the quantized cache does not pack.
+    """
+    if kv_bits is not None and kv_bits not in KV_BITS:
+        raise UsageError(f"--kv-bits {kv_bits}: allowed are {', '.join(map(str, KV_BITS))}")
     chosen = kv_quantization(architecture, kv_group_size).layers if kv_bits else ()
     return tuple(
         LayerCache(

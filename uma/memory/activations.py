@@ -150,7 +150,7 @@ def held_bytes(layer: Layer, call: Call) -> int:
             held += call.array(_conv_width(mixer))
             if mixer.kind == "mamba2" and call.tokens > 1:
                 held += call.array(_conv_width(mixer)) + call.rows * mixer.inner_size * FLOAT32
-                held += _pair_bytes(mixer, call, (call.tokens - 1) % SSM_STEP + 1)
+                held += pair_bytes(mixer, call, (call.tokens - 1) % SSM_STEP + 1)
     return held
 
 
@@ -163,8 +163,9 @@ def kept_bytes(layer: Layer, call: Call) -> int:
     )
 
 
-def _pair_bytes(mixer: Recurrent, call: Call, block: int) -> int:
-    """One float32 array over the pairs of tokens of a block, for every head."""
+def pair_bytes(mixer: Recurrent, call: Call, block: int | None = None) -> int:
+    """One of Mamba-2's float32 arrays over the pairs of tokens of a block, for every head."""
+    block = min(SSM_STEP, call.tokens) if block is None else block
     return call.batch_size * mixer.num_heads * block * block * FLOAT32
 
 
@@ -269,7 +270,7 @@ def _recurrent(mixer: Recurrent, hidden_size: int, call: Call) -> Transient:
         return Transient(activations + call.rows * state * FLOAT32)
     activations = call.array(hidden_size + conv + 2 * inner)
     if mixer.kind == "mamba2":
-        return Transient(activations, _pair_bytes(mixer, call, min(SSM_STEP, call.tokens)))
+        return Transient(activations, 2 * pair_bytes(mixer, call))
     return Transient(activations + call.array(2 * conv))
 
 

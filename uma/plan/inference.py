@@ -15,6 +15,7 @@ from uma.workload import DEFAULT_KV_GROUP_SIZE, DEFAULT_PREFILL_STEP_SIZE, Infer
 
 DEFAULT_CONTEXT_TOKENS = 32_768
 SMALLEST_PREFILL_STEP = 64  # a smaller chunk saves little: what one token needs dominates
+SMALLEST_POOL = 8 << 20  # small arrays of all sizes: half of this was seen with tiny models
 CONTEXT_STEP = 256  # mlx-lm 0.32.2, models/cache.py: caches grow by this many tokens
 
 FormKind = Literal["stored", "float32_scales", "float32"]
@@ -123,8 +124,8 @@ def with_tokens(plan: InferencePlan, prompt_tokens: int, context_tokens: int) ->
     """The same plan for the tokens that a run really used."""
     case = _Case(plan.architecture, plan.form, plan.machine, _extra_terms(plan))
     workload = replace(plan.workload, prompt_tokens=prompt_tokens, context_tokens=context_tokens)
-    pool = next((t for t in plan.ledger.terms if t.name == "buffer_pool"), None)
-    return _finished(case, workload, plan.budget, plan.notes, pool)
+    limit_bytes = next(t.size_bytes for t in plan.ledger.terms if t.name == "buffer_pool")
+    return _finished(case, workload, plan.budget, plan.notes, limit_bytes)
 
 
 def _extra_terms(plan: InferencePlan) -> tuple[MemoryTerm, ...]:
@@ -144,7 +145,7 @@ def _plan(case: _Case, request: Request, budget: Budget) -> InferencePlan:
     longest = case.architecture.max_position_embeddings
     if longest is not None and workload.context_tokens > longest:
         notes.append(f"the model was made for {longest:,} tokens of context")
-    return _finished(case, workload, budget, tuple(notes), None)
+    return _finished(case, workload, budget, tuple(notes))
 
 
 def _finished(
@@ -152,16 +153,14 @@ def _finished(
     workload: Inference,
     budget: Budget,
     notes: tuple[str, ...],
-    pool: MemoryTerm | None,
+    cache_limit: int | None = None,
 ) -> InferencePlan:
     terms = case.terms(workload)
     active_peak_bytes = peak(terms)[1]
-    pool = pool or MemoryTerm(
-        "buffer_pool",
-        cache_limit_bytes(active_peak_bytes, budget, case.machine),
-        "bound",
-        "MLX's cache limit, set for the run",
-    )
+    if cache_limit is None:
+        cache_limit = cache_limit_bytes(active_peak_bytes, budget, case.machine)
+    pool_bytes = min(cache_limit, _freed_bytes(terms))
+    pool = MemoryTerm("buffer_pool", pool_bytes, "bound", "freed temporaries, at most the limit set")
     # The pool is what the budget has left over: it never decides whether a run fits.
     ledger = Ledger(
         (*terms, pool),
@@ -186,6 +185,15 @@ def _finished(
         mlx.largest_output_bytes(*asked, **widths),
         notes,
     )
+
+
+def _freed_bytes(terms: Sequence[MemoryTerm]) -> int:
+    """What the pool can come to hold: temporaries freed in one phase, and a little of any other."""
+    transient: dict[str, int] = {}
+    for term in terms:
+        if term.name in ("activations", "attention", "logits"):
+            transient[term.phase] = transient.get(term.phase, 0) + term.size_bytes
+    return max(SMALLEST_POOL, *transient.values())
 
 
 def _decided(case: _Case, request: Request, budget: Budget) -> Inference:

@@ -1,0 +1,280 @@
+"""`uma run` as a person or a script calls it: real models, real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import saved_model
+
+pytest.importorskip("mlx.core", reason="runs models")
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "full"
+    saved_model("full", folder)
+    return folder
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    own = {
+        "UMA_CACHE_DIR": str(home / "cache"),
+        "UMA_STATE_DIR": str(home / "state"),
+        "UMA_CONFIG_DIR": str(home / "config"),
+        "HF_HOME": str(home / "hf"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    return os.environ | own | more
+
+
+def uma(
+    home: Path, *arguments: object, stdin: str | None = "", **more: str
+) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "uma", "run", *map(str, arguments)]
+    return subprocess.run(
+        command,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env=environment(home, **more),
+        timeout=120,
+    )
+
+
+def document(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_the_answer_is_on_stdout_and_the_ledger_on_stderr(home: Path, model: Path) -> None:
+    done = uma(home, model, "Hello", "--max-tokens", 5)
+    assert done.returncode == 0, done.stderr
+    assert "weights" not in done.stdout
+    assert "weights" in done.stderr
+    assert "peak" in done.stderr
+    assert "cut after 5 tokens" in done.stderr
+
+
+def test_quiet_says_nothing_but_the_answer(home: Path, model: Path) -> None:
+    assert uma(home, model, "Hello", "--max-tokens", 5, "--quiet").stderr == ""
+
+
+def test_the_json_document_has_the_contracts_names(home: Path, model: Path) -> None:
+    found = document(uma(home, model, "Hello", "--max-tokens", 4, "--json"))
+    names = "text prompt_tokens generation_tokens prompt_tps generation_tps ttft_s load_s model"
+    assert set(f"{names} machine settings ledger schema_version".split()) <= found.keys()
+    assert found["generation_tokens"] == 4
+    ledger = found["ledger"]
+    assert set(ledger) == {
+        "terms",
+        "predicted_peak_bytes",
+        "measured_peak_bytes",
+        "budget_bytes",
+        "limit_bytes",
+        "verdict",
+    }
+    assert set(ledger["terms"][0]) == {
+        "name",
+        "predicted_bytes",
+        "measured_bytes",
+        "basis",
+        "source",
+        "phase",
+    }
+
+
+def test_exact_terms_are_measured_to_the_byte(home: Path, model: Path) -> None:
+    found = document(uma(home, model, "word " * 300, "--max-tokens", 4, "--json"))
+    exact = [t for t in found["ledger"]["terms"] if t["basis"] == "exact"]
+    assert [t["name"] for t in exact] == ["weights", "kv_cache", "kv_cache"]
+    assert [t["predicted_bytes"] for t in exact] == [t["measured_bytes"] for t in exact]
+
+
+def test_a_dry_run_and_the_run_itself_plan_the_same(home: Path, model: Path) -> None:
+    same = ("--context", 512, "--dequantize", "never", "--json")
+    dry = document(uma(home, model, "--dry-run", *same))
+    real = document(uma(home, model, "Hello", "--max-tokens", 2, *same))
+    assert dry["settings"].items() <= real["settings"].items()
+    assert dry["ledger"]["verdict"] == real["ledger"]["verdict"]
+
+
+def test_the_context_is_a_hard_bound(home: Path, model: Path) -> None:
+    found = document(uma(home, model, "Hello", "--context", 64, "--json"))
+    assert found["finish_reason"] in ("context", "stop")
+    assert found["prompt_tokens"] + found["generation_tokens"] <= 64
+
+
+def test_a_prompt_longer_than_the_context_is_refused(home: Path, model: Path) -> None:
+    done = uma(home, model, "word " * 200, "--context", 64)
+    assert done.returncode == 2
+    assert "leaves no room in a context of 64" in done.stderr
+
+
+def test_the_prompt_comes_from_a_pipe(home: Path, model: Path) -> None:
+    piped = uma(home, model, "--max-tokens", 3, "--json", stdin="Hello")
+    given = uma(home, model, "Hello", "--max-tokens", 3, "--json")
+    dashed = uma(home, model, "--prompt", "-", "--max-tokens", 3, "--json", stdin="Hello")
+    texts = [document(done)["text"] for done in (piped, given, dashed)]
+    assert len(set(texts)) == 1
+
+
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(home: Path, model: Path) -> None:
+    done = uma(home, model, stdin="\n")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the prompt is empty" in done.stderr
+
+
+def test_a_saved_prompt_is_reused_and_says_how_much(home: Path, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.safetensors"
+    arguments = (model, "word " * 100, "--max-tokens", 4, "--prompt-cache", file, "--json")
+    first = document(uma(home, *arguments))
+    second = document(uma(home, *arguments))
+    assert first["reused_tokens"] == 0
+    assert second["reused_tokens"] >= 100
+    assert second["text"] == first["text"]
+
+
+def test_fewer_bits_are_quantized_on_load(home: Path, model: Path) -> None:
+    found = document(
+        uma(home, model, "Hi", "--bits", 4, "--max-tokens", 2, "--dequantize", "never", "--json")
+    )
+    assert found["settings"]["form"] == "affine 4/64"
+    weights = found["ledger"]["terms"][0]
+    assert weights["predicted_bytes"] == weights["measured_bytes"]
+
+
+def test_what_exceeds_the_budget_is_refused_with_what_would_fit(home: Path, model: Path) -> None:
+    done = uma(home, model, "Hi", "--budget", "3MiB", "--context", 4096)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "your budget is 3.0 MiB" in done.stderr
+    assert "--context" in done.stderr
+    assert "--force" in done.stderr
+
+
+def test_the_advised_context_passes_our_own_check(home: Path, model: Path) -> None:
+    done = uma(home, model, "--dry-run", "--budget", "3MiB", "--context", 4096)
+    advised = next(w for w in done.stderr.split("--context ")[1].split())
+    again = uma(home, model, "--dry-run", "--budget", "3MiB", "--context", advised)
+    assert (done.returncode, again.returncode) == (3, 0), again.stderr
+
+
+def test_forced_it_runs_all_the_same(home: Path, model: Path) -> None:
+    done = uma(home, model, "Hi", "--budget", "1MiB", "--force", "--max-tokens", 2)
+    assert done.returncode == 0
+    assert "going on" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["/no/such/model", "Hi"], 1, "no such file or folder"),
+        (["lama-3-70b", "Hi"], 2, "llama-3-70b"),
+        (["--budget", "24", "Hi"], 2, "24GiB"),
+        (["--bits", "7", "llama-3-8b", "Hi"], 2, "7"),
+        (["--no-such-option"], 2, "no-such-option"),
+        (["--temp", "-1", "x", "y"], 2, "temp"),
+    ],
+)
+def test_a_wrong_argument_gives_one_clear_line(
+    home: Path, arguments: list[str], code: int, text: str
+) -> None:
+    done = uma(home, *arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_uncached_repository_without_network_says_what_was_tried(home: Path) -> None:
+    done = uma(home, "mlx-community/Meta-Llama-3-8B-Instruct-4bit", "Hi", "--budget", "100GiB")
+    assert done.returncode in (1, 3)
+    assert "Traceback" not in done.stderr
+
+
+def test_llama_3_70b_is_planned_without_weights_or_network(home: Path) -> None:
+    done = uma(home, "--model", "llama-3-70b", "--dry-run", "--json", "--budget", "90GiB", "--force")
+    weights = json.loads(done.stdout)["ledger"]["terms"][0]
+    # exo's model card of the published 4-bit repository: storage_size.in_bytes
+    assert weights["predicted_bytes"] == 39_688_355_840
+    assert (weights["basis"], weights["source"]) == ("exact", "catalog shapes x affine 4/64")
+
+
+def test_a_record_is_kept_and_holds_no_text_of_the_user(home: Path, model: Path) -> None:
+    prompt = "a-very-secret-prompt"
+    assert uma(home, model, prompt, "--max-tokens", 3).returncode == 0
+    records = sorted((home / "state" / "records").glob("*.json"))
+    newest = records[-1].read_text()
+    assert json.loads(newest)["ledger"]["terms"]
+    assert prompt not in newest
+    assert str(model) not in newest
+
+
+def test_no_record_keeps_none(home: Path, model: Path) -> None:
+    folder = home / "state" / "records"
+    before = len(list(folder.glob("*"))) if folder.exists() else 0
+    assert uma(home, model, "Hi", "--max-tokens", 2, "--no-record").returncode == 0
+    assert (len(list(folder.glob("*"))) if folder.exists() else 0) == before
+
+
+def test_many_prompts_are_answered_in_order_and_pages_are_compared(
+    home: Path, model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text('Hello\n{"prompt": "word word word"}\n"Hi"\n')
+    done = uma(home, model, "--prompts", file, "--max-tokens", 3)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3
+    assert "in pages of 16 tokens" in done.stderr
+
+
+def test_ctrl_c_ends_the_answer_with_130_and_leaves_the_lock(home: Path, model: Path) -> None:
+    command = [sys.executable, "-m", "uma", "run", str(model), "Hi", "--context", "4000"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        env=environment(home),
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)  # the answer has begun
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert b"Traceback" not in errors
+    assert uma(home, model, "Hi", "--max-tokens", 2).returncode == 0
+
+
+def test_output_survives_a_narrow_console(home: Path, model: Path) -> None:
+    done = uma(home, model, "Hi", "--max-tokens", 8, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_leaves_ends_the_run_quietly(home: Path, model: Path) -> None:
+    command = f"{sys.executable} -m uma run {model} Hi --context 600 | head -c 1 > /dev/null"
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, env=environment(home), input=""
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_the_server_command_names_the_planned_limits(home: Path, model: Path) -> None:
+    done = uma(home, model, "--context", 2048, "--emit", "mlx_lm.server", "--kv-bits", 8)
+    command = done.stdout.splitlines()[-1].split()
+    assert command[:3] == ["mlx_lm.server", "--model", str(model)]
+    assert command[command.index("--kv-bits") + 1] == "8"

@@ -1,0 +1,61 @@
+"""A planned run, held: exact terms to the byte, the rest within their bounds, for every cache kind."""
+
+from pathlib import Path
+
+import pytest
+from models import CONFIGS, saved_model
+
+mx = pytest.importorskip("mlx.core", reason="runs models")
+
+from uma.checkpoint.source import locate  # noqa: E402
+from uma.cli.plan import plan_of  # noqa: E402
+from uma.cli.run import RunOptions  # noqa: E402
+from uma.ledger import Ledger  # noqa: E402
+from uma.machine import read_machine  # noqa: E402
+from uma.runtime.generate import Settings  # noqa: E402
+from uma.runtime.measure import PhaseMeter  # noqa: E402
+from uma.runtime.session import Measured, Session, answer, measured_ledger, open_session  # noqa: E402
+from uma.units import MIB  # noqa: E402
+
+KINDS = sorted(CONFIGS)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model(request.param, tmp_path_factory.mktemp("models") / request.param)
+
+
+def ledger_of(folder: Path, prompt_tokens: int, **options: object) -> tuple[Session, Ledger]:
+    chosen = RunOptions(context=1024, **options)  # type: ignore[arg-type]
+    planned = plan_of(chosen, locate(str(folder)), read_machine())
+    measured = Measured(PhaseMeter())
+    prompt = [3 + i % 300 for i in range(prompt_tokens)]
+    step = planned.plan.workload.prefill_step_size
+    settings = Settings(max_tokens=8, prefill_step_size=step)
+    with open_session(planned.plan, folder) as session:
+        for _ in answer(session, prompt, settings, measured):
+            pass
+        return session, measured_ledger(session, measured)
+
+
+@pytest.mark.parametrize("prompt_tokens", [5, 700])
+def test_exact_terms_equal_what_mlx_holds(folder: Path, prompt_tokens: int) -> None:
+    _, ledger = ledger_of(folder, prompt_tokens, prefill_step_size=256)
+    exact = {(t.name, t.phase): t.size_bytes for t in ledger.terms if t.basis == "exact"}
+    assert {key: ledger.measured[key] for key in exact} == exact
+
+
+def test_the_peak_stays_within_its_prediction(folder: Path) -> None:
+    _, ledger = ledger_of(folder, 900, prefill_step_size=256)
+    assert ledger.measured_peak_bytes is not None
+    # 1 MiB: small arrays of any run (the prompt's ids, sampling) beside models of a few MB
+    assert ledger.measured_peak_bytes <= ledger.predicted_peak_bytes + MIB
+
+
+def test_the_limits_end_with_the_session(folder: Path) -> None:
+    before = mx.set_cache_limit(12345678)
+    try:
+        ledger_of(folder, 5)
+        assert mx.set_cache_limit(before) == 12345678
+    finally:
+        mx.set_cache_limit(before)
