@@ -63,9 +63,9 @@ HELPERS = {
 }
 STILL_TO_DO = set(
     """
-    Klear afm7 baichuan_m1 bailing_hybrid bailing_moe_linear bailing_moe_v3 bitnet deepseek_v41 gear
-    gpt_bigcode gptj hunyuan iquestloopcoder lille-130m llama4_text longcat_flash
-    longcat_flash_ngram muse_glimmer muse_spark nanbeige nanochat olmo openelm phi3small phixtral
+    Klear afm7 baichuan_m1 bailing_moe_v3 bitnet deepseek_v41 gear
+    gptj hunyuan iquestloopcoder lille-130m llama4_text longcat_flash
+    longcat_flash_ngram muse_glimmer muse_spark nanbeige olmo openelm phi3small phixtral
     plamo plamo2 plamo3 prism_hadamard_qwen35 recurrent_gemma rwkv7 spark2_5 step3p5 talkie
     """.split()  # noqa: SIM905
 )

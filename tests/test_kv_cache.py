@@ -65,7 +65,7 @@ def test_full_caches_hold_what_mlx_lms_hold(length: tuple[int, int, int]) -> Non
 def test_rotating_caches_hold_what_mlx_lms_hold(
     length: tuple[int, int, int], window: int, keep: int
 ) -> None:
-    cache = TokenCache("RotatingKVCache", WIDTHS, window, keep)
+    cache = TokenCache("RotatingKVCache", WIDTHS, window)
     assert ours(cache, *length) == fed(mlx_cache.RotatingKVCache(window, keep), *length)
 
 

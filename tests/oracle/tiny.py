@@ -608,4 +608,37 @@ TINY |= {
         }
     },
 }
+LING: Json = {
+    **BASE,
+    **EXPERTS,
+    "head_dim": 32,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "layer_group_size": 2,
+    "group_norm_size": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "use_qk_norm": True,
+}
+TINY |= {
+    "bailing_moe_linear": {**LING, "moe_router_enable_expert_bias": True},
+    "bailing_hybrid": {
+        **LING,
+        "routed_scaling_factor": 1.0,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
+    "nanochat": BASE,
+    "gpt_bigcode": {
+        "n_embd": 128,
+        "n_layer": 2,
+        "n_inner": 256,
+        "n_head": 4,
+        "n_positions": 1024,
+        "layer_norm_epsilon": 1e-5,
+        "vocab_size": 128,
+    },
+}
 TINY = {name: {"model_type": name, **config} for name, config in TINY.items()}

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from uma.architecture import (
+    bailing,
     convolution,
     dense,
     dense_variants,
@@ -29,7 +30,8 @@ from uma.architecture.parts import under
 from uma.errors import CheckpointError, UnsupportedModel
 
 MODULES: Modules = (
-    convolution.MODULES
+    bailing.MODULES
+    | convolution.MODULES
     | dense.MODULES
     | dense_variants.MODULES
     | gemma.MODULES

@@ -202,45 +202,6 @@ def ernie4_5_moe(c: Config) -> Architecture:
     return decoder(c, layers, tied=c.tie_word_embeddings)
 
 
-def bailing_attention(c: Config, head_dim: int) -> Part:
-    """Queries, keys and values in one matrix."""
-    heads = c.num_attention_heads
-    total = (heads + 2 * c.kv_heads) * head_dim
-    return under(
-        "attention",
-        linear("query_key_value", total, c.hidden_size, c.use_qkv_bias),
-        linear("dense", c.hidden_size, heads * head_dim, c.use_bias),
-        norms(head_dim, "key_layernorm", "query_layernorm") if c.use_qk_norm else (),
-    )
-
-
-def bailing_moe(c: Config) -> Architecture:
-    hidden, head_dim = c.hidden_size, c.hidden_size // c.num_attention_heads
-    width = c.moe_shared_expert_intermediate_size or c.moe_intermediate_size
-    shared = width * c.num_shared_experts if c.moe_router_enable_shared_expert else 0
-    moe = under(
-        "mlp",
-        switch_glu("switch_mlp", c.num_experts, hidden, c.moe_intermediate_size, c.use_bias),
-        router("gate.gate_proj", c.num_experts, hidden),
-        array("gate.expert_bias", c.num_experts, dtype="float32")
-        if c.moe_router_enable_expert_bias
-        else (),
-        gated_mlp("shared_experts", hidden, shared, c.use_bias) if shared else (),
-    )
-    experts = Experts(c.num_experts, c.num_experts_per_tok, c.moe_intermediate_size, shared)
-    mixer = (attention(c, head_dim), bailing_attention(c, head_dim))
-    layers = mixed_layers(
-        c,
-        [mixer] * c.num_hidden_layers,
-        [
-            dense_part(c, c.use_bias) if i < c.first_k_dense_replace else (experts, moe)
-            for i in range(c.num_hidden_layers)
-        ],
-        norms(hidden, *LLAMA_NORMS),
-    )
-    return decoder(c, layers, tied=c.tie_word_embeddings, embedding="word_embeddings")
-
-
 MODULES: Modules = {
     "olmoe": (
         olmoe,
@@ -299,18 +260,6 @@ MODULES: Modules = {
             "moe_num_shared_experts": 0,
             "moe_layer_end_index": None,
             "head_dim": None,
-        },
-    ),
-    "bailing_moe": (
-        bailing_moe,
-        {
-            "use_bias": False,
-            "use_qkv_bias": False,
-            "use_qk_norm": False,
-            "tie_word_embeddings": False,
-            "moe_router_enable_expert_bias": False,
-            "moe_shared_expert_intermediate_size": None,
-            "moe_router_enable_shared_expert": True,
         },
     ),
 }

@@ -118,7 +118,73 @@ def exaone(c: Config) -> Architecture:
     )
 
 
+def nanochat(c: Config) -> Architecture:
+    """Norms without weights; two matrices in the feed-forward part."""
+    hidden, heads, size = c.hidden_size, c.num_attention_heads, c.intermediate_size
+    dim = hidden // heads
+    part = (
+        linear("attn.c_q", heads * dim, hidden)
+        + linear("attn.c_k", c.kv_heads * dim, hidden)
+        + linear("attn.c_v", c.kv_heads * dim, hidden)
+        + linear("attn.c_proj", hidden, hidden)
+        + linear("mlp.c_fc", size, hidden)
+        + linear("mlp.c_proj", hidden, size)
+    )
+    mixer, dense = Attention(heads, c.kv_heads, dim, dim), FeedForward(size, gated=False)
+    layers = [
+        layer(f"transformer.h.{i}", [mixer], [dense], part) for i in range(c.num_hidden_layers)
+    ]
+    return decoder(c, layers, tied=False, prefix="transformer", embedding="wte", norm=())
+
+
+def gpt_bigcode(c: Config) -> Architecture:
+    """GPT-2 with one head of keys and values (StarCoder)."""
+    width, heads, size = c.n_embd, c.n_head, c.n_inner
+    dim = width // heads
+    kv_heads = c.num_key_value_heads or (1 if c.multi_query else heads)
+    part = (
+        linear("attn.c_attn", width + 2 * kv_heads * dim, width, c.attention_bias)
+        + linear("attn.c_proj", width, width, c.attention_bias)
+        + linear("mlp.c_fc", size, width, c.mlp_bias)
+        + linear("mlp.c_proj", width, size, c.mlp_bias)
+        + layer_norms(width, "ln_1", "ln_2")
+    )
+    mixer, dense = Attention(heads, kv_heads, dim, dim), FeedForward(size, gated=False)
+    layers = [layer(f"transformer.h.{i}", [mixer], [dense], part) for i in range(c.n_layer)]
+    return decoder(
+        c.named(hidden_size=width, max_position_embeddings=c.n_positions),
+        layers,
+        tied=c.tie_word_embeddings,
+        prefix="transformer",
+        embedding="wte",
+        norm=layer_norm("ln_f", width),
+        extra=(Parameter("transformer.wpe", (c.n_positions, width), "embedding"),),
+    )
+
+
 MODULES: Modules = {
+    "nanochat": (
+        nanochat,
+        {
+            "hidden_size": 1280,
+            "num_hidden_layers": 20,
+            "num_attention_heads": 10,
+            "num_key_value_heads": 10,
+            "vocab_size": 65536,
+            "max_position_embeddings": 2048,
+            "intermediate_size": 5120,
+        },
+    ),
+    "gpt_bigcode": (
+        gpt_bigcode,
+        {
+            "num_key_value_heads": None,
+            "multi_query": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gpt2": (gpt2, {}),
     "gpt_neox": (gpt_neox, {}),
     "qwen": (

@@ -49,9 +49,17 @@ def router(name: str, num_experts: int, hidden_size: int, bias: bool = False) ->
     return linear(name, num_experts, hidden_size, bias, bits=8)
 
 
-def stacked(name: str, count: int, output_dims: int, input_dims: int, bias: bool = False) -> Part:
+def stacked(
+    name: str,
+    count: int,
+    output_dims: int,
+    input_dims: int,
+    bias: bool = False,
+    *,
+    quantizable: bool = True,
+) -> Part:
     """Matrices of all experts (``SwitchLinear``) or of all heads (``MultiLinear``) in one."""
-    weight = Parameter(name, (count, output_dims, input_dims), "matrix")
+    weight = Parameter(name, (count, output_dims, input_dims), "matrix", quantizable)
     return (weight, *(array(f"{name}.bias", count, output_dims) if bias else ()))
 
 

@@ -19,23 +19,25 @@ from uma.errors import UsageError
 from uma.memory.kv_cache import LayerCache, StateCache, TokenCache
 
 # Modules without ``make_cache``: every layer gets the same cache, sliding or not, and only these
-# honour ``max_kv_size`` (first 4 tokens kept).
+# honour ``max_kv_size``.
 _UNIFORM = """
 apertus bailing_moe cohere dbrx deepseek deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe
-exaone gemma gemma2 glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_neox granite granitemoe helium
-hunyuan_v1_dense internlm2 internlm3 kimi_k25 kimi_vl mimo minicpm minicpm3 minimax mistral3
-mistral4 mixtral nemotron olmo2 olmoe phi phi3 phimoe pixtral qwen qwen2 qwen2_moe qwen2_vl qwen3
-qwen3_moe qwen3_vl qwen3_vl_moe seed_oss smollm3 solar_open stablelm starcoder2 telechat3
-youtu_llm
+exaone gemma gemma2 glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite granitemoe
+helium hunyuan_v1_dense internlm2 internlm3 kimi_k25 kimi_vl mimo minicpm minicpm3 minimax
+mistral3 mistral4 mixtral nanochat nemotron olmo2 olmoe phi phi3 phimoe pixtral qwen qwen2
+qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe seed_oss smollm3 solar_open stablelm
+starcoder2 telechat3 youtu_llm
 """
 UNIFORM = frozenset(_UNIFORM.split())
-KEPT_TOKENS = 4
 
 # Modules that cache the expanded keys and values of latent attention, not the latent.
 EXPANDED = frozenset({"deepseek_v2", "minicpm3", "youtu_llm"})
 
-# Modules that compute attention themselves and need plain arrays from their cache.
-OWN_ATTENTION = frozenset({"gemma2", "phi", "stablelm"})
+# Modules that compute attention by products of their own, not by mlx-lm's function.
+OWN_ATTENTION = frozenset({"gemma2"})
+
+# Modules that cast keys or values as they come from the cache, which must be plain arrays.
+CAST_ARRAYS = frozenset({"phi", "stablelm"})
 
 # Modules that hand keys and values from one layer to another as plain arrays.
 SHARED_ARRAYS = frozenset({"gemma4", "gemma4_text"})
@@ -124,7 +126,7 @@ def _cache(
     if architecture.module in UNIFORM:
         if max_kv_size is None:
             return TokenCache("KVCache", widths)
-        return TokenCache("RotatingKVCache", widths, max_kv_size, KEPT_TOKENS)
+        return TokenCache("RotatingKVCache", widths, max_kv_size)
     if isinstance(mixer, Attention) and mixer.sliding_window is not None:
         return TokenCache("RotatingKVCache", widths, mixer.sliding_window)
     if isinstance(mixer, Attention) and mixer.attention_chunk_size is not None:
@@ -162,6 +164,8 @@ def _kept_reason(
     """Why no cache of a layer can be quantized; ``None`` if one can."""
     if architecture.module in OWN_ATTENTION:
         return f"{architecture.module} computes attention without mlx-lm's quantized form"
+    if architecture.module in CAST_ARRAYS:
+        return f"{architecture.module} casts what it reads from the cache"
     if architecture.module in SHARED_ARRAYS and index in _sources(architecture):
         return "its keys and values are read by other layers"
     expanded = architecture.module in EXPANDED

@@ -28,7 +28,6 @@ class TokenCache:
     kind: CacheKind
     widths: tuple[tuple[int, int], ...]
     max_size: int | None = None
-    keep: int = 0
     kv_bits: int | None = None
     kv_group_size: int = 64
     index: bool = False
@@ -77,13 +76,12 @@ class CacheBytes:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where a token cache stands: slots allocated, next slot to write, tokens seen.
+    """Where a token cache stands: slots allocated, tokens seen.
 
     ``start`` is the first token that a chunked cache still holds.
     """
 
     slots: int = 0
-    index: int = 0
     offset: int = 0
     start: int = 0
 
@@ -106,8 +104,9 @@ def update(cache: TokenCache, state: Slots, tokens: int) -> Slots:
     """The cache after a call with ``tokens`` new tokens."""
     if cache.kind == "RotatingKVCache":
         assert cache.max_size is not None
-        step = _rotate_one if tokens == 1 else _rotate_many
-        return step(cache.max_size, cache.keep, state, tokens)
+        if tokens == 1:
+            return _rotate_one(cache.max_size, state)
+        return _rotate_many(cache.max_size, state, tokens)
     if cache.kind == "ChunkedKVCache":
         assert cache.max_size is not None
         state = _trim_front(cache.max_size, state)
@@ -123,7 +122,7 @@ def _grow(state: Slots, tokens: int) -> Slots:
     if used + tokens > slots:
         kept = used if used % STEP and slots else slots
         slots = kept + -(-tokens // STEP) * STEP
-    return Slots(slots, 0, state.offset + tokens, state.start)
+    return Slots(slots, state.offset + tokens, state.start)
 
 
 def _trim_front(chunk_size: int, state: Slots) -> Slots:
@@ -131,28 +130,22 @@ def _trim_front(chunk_size: int, state: Slots) -> Slots:
     used = state.offset - state.start
     if not state.slots or used <= chunk_size:
         return state
-    return Slots(chunk_size, 0, state.offset, state.offset - chunk_size)
+    return Slots(chunk_size, state.offset, state.offset - chunk_size)
 
 
-def _rotate_many(max_size: int, keep: int, state: Slots, tokens: int) -> Slots:
+def _rotate_many(max_size: int, state: Slots, tokens: int) -> Slots:
     """``RotatingKVCache._update_concat``: at most ``max_size - 1`` old slots and the new ones."""
-    ordered = state.slots
-    if state.index != state.slots and state.index >= state.offset:
-        ordered = state.index
-    slots = min(ordered, max_size - 1) + tokens if state.slots else tokens
-    return Slots(slots, slots, state.offset + tokens)
+    used = min(state.slots, state.offset)
+    slots = min(used, max_size - 1) + tokens if state.slots else tokens
+    return Slots(slots, state.offset + tokens)
 
 
-def _rotate_one(max_size: int, keep: int, state: Slots, tokens: int) -> Slots:
+def _rotate_one(max_size: int, state: Slots) -> Slots:
     """``RotatingKVCache._update_in_place``: grow by a step up to ``max_size``, then overwrite."""
-    slots, index = state.slots, state.index
+    slots = state.slots
     if slots == 0 or (state.offset >= slots and slots < max_size):
-        slots, index = slots + min(STEP, max_size - state.offset), state.offset
-    if slots > max_size:
-        slots = index = max_size
-    if index == max_size:
-        index = keep
-    return Slots(slots, index + 1, state.offset + 1)
+        slots += min(STEP, max_size - state.offset)
+    return Slots(min(slots, max_size), state.offset + 1)
 
 
 def decode(cache: TokenCache, state: Slots, tokens: int) -> Slots:
@@ -160,7 +153,7 @@ def decode(cache: TokenCache, state: Slots, tokens: int) -> Slots:
     if cache.kind == "KVCache":
         end = state.offset + tokens
         slots = state.slots + -(-max(0, end - state.slots) // STEP) * STEP
-        return Slots(slots, 0, end)
+        return Slots(slots, end)
     for done in range(tokens):
         after = update(cache, state, 1)
         # Full: only positions move from here on.
@@ -168,7 +161,7 @@ def decode(cache: TokenCache, state: Slots, tokens: int) -> Slots:
         state = after
         if full:
             left = tokens - done - 1
-            return Slots(state.slots, state.index, state.offset + left, state.start + left)
+            return Slots(state.slots, state.offset + left, state.start + left)
     return state
 
 

@@ -38,6 +38,8 @@ IN_FLIGHT = 11  # command buffers: transforms.cpp, MAX_ACTIVE_TASKS = 10, checke
 MAX_ELEMENTS = 50 << 20  # device.cpp: max_mb_per_buffer of Max and Ultra chips, 40 of the others;
 MAX_OPERATIONS = 50  # it counts elements, because CommandEncoder adds array.data_size()
 
+STEADY_LAYERS = 24  # more than the buffers in flight span, and than a pattern of layers is long
+
 # scaled_dot_product_attention.cpp, use_fallback: (query, value) head sizes with a fused kernel
 # that is used, for more than 8 queries and for fewer. 192 and 256 have one that is slower.
 FUSED_MANY = frozenset({64, 72, 80, 96, 128})
@@ -81,20 +83,21 @@ class Tape:
         width: int,
         *inputs: int,
         weights: int = 0,
-        scores: int = 0,
+        elements: int | None = None,
+        attention: bool = False,
         in_place: int | None = None,
     ) -> int:
-        """An operation with ``width`` elements a token as output, or ``scores`` elements in all.
+        """An operation with ``width`` elements a token as output, or ``elements`` in all.
 
         ``weights`` are the parameters that it reads. With ``in_place`` it writes over that input.
         """
-        elements = scores or self.call.rows * width
+        elements = self.call.rows * width if elements is None else elements
         output = self.array(elements) if in_place is None else in_place
         touched = tuple((i, self.arrays[i]) for i in (*inputs, output))
         if weights:
             touched += ((self.array(0), int(weights * self.weight_elements)),)
         size = 0 if in_place is not None else elements * self.call.activation_bytes
-        self.operations.append((touched, 0, size) if scores else (touched, size, 0))
+        self.operations.append((touched, 0, size) if attention else (touched, size, 0))
         return output
 
     def keep(self, size_bytes: int) -> None:
@@ -155,7 +158,7 @@ def _attend(tape: Tape, mixer: Attention, q: int, cache: int) -> int:
         return tape.run(width, q, cache)
     elements = mixer.num_attention_heads * tape.call.rows * attended_tokens(mixer, tape.call)
     q = tape.run(query_width(mixer), q)
-    scores = tape.run(0, q, cache, scores=elements)
+    scores = tape.run(0, q, cache, elements=elements, attention=True)
     for _ in ("mask", "softmax"):
         tape.run(0, scores, in_place=scores)
     out = tape.run(width, scores, cache)
@@ -166,14 +169,13 @@ def _latent(tape: Tape, mixer: LatentAttention, q: int) -> int:
     """Rotary scores are an array; keys and values of all heads are expanded (deepseek_v3.py)."""
     call, heads = tape.call, mixer.num_attention_heads
     attended = attended_tokens(mixer, call)
-    scores = tape.run(0, q, scores=heads * call.rows * attended)
+    elements = heads * call.rows * attended
+    scores = tape.run(0, q, elements=elements, attention=True)
     tape.run(0, scores, in_place=scores)
     expand = call.batch_size * heads * attended if call.tokens > 1 else 0
-    keys = tape.array(expand * mixer.qk_nope_head_dim)
-    values = tape.array(expand * mixer.v_head_dim)
-    out = tape.run(heads * mixer.v_head_dim, q, keys, values, scores)
-    tape.keep((tape.arrays[keys] + tape.arrays[values]) * call.activation_bytes)
-    return tape.run(heads * mixer.v_head_dim, out)
+    keys = tape.run(0, elements=expand * mixer.qk_nope_head_dim)
+    values = tape.run(0, elements=expand * mixer.v_head_dim)
+    return tape.run(heads * mixer.v_head_dim, q, keys, values, scores)
 
 
 def _recurrent(tape: Tape, mixer: Recurrent, hidden_size: int, normed: int) -> int:
@@ -227,7 +229,7 @@ def run_ahead(layers: Sequence[LayerTape], residual_bytes: int) -> Transient:
     buffers = [[residual_bytes, 0]]
     operations = elements = 0
     seen: set[int] = set()
-    for tape in layers:
+    for tape in layers[:STEADY_LAYERS]:
         seen.clear()
         for touched, activations, attention in tape:
             operations += 1

@@ -212,6 +212,8 @@ def _decided(case: _Case, request: Request, budget: Budget) -> Inference:
     if not budget.user:
         limits.append(budget.limit_bytes)
     for limit_bytes in limits:
+        if case.form.weights.size_bytes > limit_bytes:
+            continue
         for workload in candidates:
             if case.peak_bytes(workload) <= limit_bytes:
                 return workload
@@ -219,7 +221,8 @@ def _decided(case: _Case, request: Request, budget: Budget) -> Inference:
             shorter = _shorter(case, candidates, limit_bytes)
             if shorter is not None:
                 return shorter
-    return candidates[-1]
+    # Nothing fits: shown as it was asked, unless a smaller step brings it closest.
+    return candidates[0] if case.form.weights.size_bytes > limits[-1] else candidates[-1]
 
 
 def _halvings(step: int) -> list[int]:

@@ -11,7 +11,6 @@ import ctypes
 import os
 import struct
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +35,8 @@ def prepare_cpu(cache_folder: Path) -> Blas:
     """Load OpenBLAS for MLX to use; call it before anything imports ``mlx.core``.
 
     Elsewhere than on Linux nothing is done: MLX uses Accelerate on macOS. Nothing raises: what
-    went wrong is the ``reason`` of the result. ``OPENBLAS_NUM_THREADS`` is honoured, else there is
-    a thread for each physical core that the process may use, if that is measured to be faster.
+    went wrong is the ``reason`` of the result. There is a thread for each physical core that the
+    process may use, or what ``OPENBLAS_NUM_THREADS`` says.
     """
     if sys.platform != "linux":
         return Blas("Accelerate" if sys.platform == "darwin" else "unknown", openblas=False)
@@ -55,7 +54,7 @@ def prepare_cpu(cache_folder: Path) -> Blas:
         where = "not installed" if library is None else f"not loaded ({error})"
         return _reference(f"OpenBLAS is {where}")
     if "OPENBLAS_NUM_THREADS" not in os.environ:
-        _choose_threads(physical_cores())
+        ctypes.CDLL(None).openblas_set_num_threads(physical_cores())
     return _in_force() or _reference("the OpenBLAS found lacks cblas_sgemm")
 
 
@@ -66,35 +65,6 @@ def physical_cores() -> int:
         path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/core_cpus_list")
         cores.add(path.read_text() if path.is_file() else str(cpu))
     return len(cores)
-
-
-def _choose_threads(cores: int) -> None:
-    """All cores, unless one thread does as well.
-
-    OpenBLAS's threads wait for each other in a loop: on cores that other programs use, two took
-    22 ms where one took 1.5 (64x576x1536, 2 cores under load). The slowest of a few tries counts.
-    """
-    names = ctypes.CDLL(None)
-    rows, inner, columns = 64, 512, 512
-    a = (ctypes.c_float * (rows * inner))()
-    b = (ctypes.c_float * (inner * columns))()
-    c = (ctypes.c_float * (rows * columns))()
-    one, zero = ctypes.c_float(1), ctypes.c_float(0)
-
-    def slowest(threads: int, tries: int = 4) -> float:
-        names.openblas_set_num_threads(threads)
-        times = []
-        for _ in range(tries + 1):
-            start = time.perf_counter()
-            # 101 and 111: CblasRowMajor and CblasNoTrans, as in cblas.h.
-            names.cblas_sgemm(
-                101, 111, 111, rows, columns, inner, one, a, inner, b, columns, zero, c, columns
-            )
-            times.append(time.perf_counter() - start)
-        return max(times[1:])
-
-    if cores > 1 and slowest(1) < 1.2 * slowest(cores):
-        names.openblas_set_num_threads(1)
 
 
 def _reference(reason: str) -> Blas:

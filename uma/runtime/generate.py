@@ -23,6 +23,7 @@ from uma.runtime.cache import (
 )
 from uma.runtime.interrupt import Torn, interruptible
 from uma.runtime.load import LoadedModel
+from uma.runtime.threads import openblas_threads
 from uma.workload import DEFAULT_PREFILL_STEP_SIZE
 
 Phase = Literal["prefill", "decode", "end"]
@@ -126,7 +127,9 @@ def generate(
     run = _Run(loaded, answer, cache, settings, draft, _reuse(cache, draft, prompt_tokens))
     if settings.sampling.seed is not None:
         mx.random.seed(settings.sampling.seed)
+    threads = openblas_threads()
     with interruptible() as interrupted, _tidy(run):
+        threads.before_prompt(_small_product)
         notify("prefill")
 
         def progress(done: int, total: int) -> None:
@@ -140,6 +143,7 @@ def generate(
             for token, logprobs, from_draft in steps:
                 if not answer.tokens:
                     notify("decode")
+                threads.after_token()
                 yield from run.add(token, logprobs, from_draft)
                 if answer.finish_reason is not None:
                     break
@@ -148,6 +152,11 @@ def generate(
     notify("end")
     yield from (Piece(s.text, thinking=s.thinking) for s in answer.rest())
     yield Piece(stats=run.stats())
+
+
+def _small_product() -> None:
+    x = mx.ones((64, 512))
+    mx.eval(x @ mx.ones((512, 512)))
 
 
 def generation_limit(prompt_tokens: int, context_tokens: int, max_tokens: int | None) -> int:
