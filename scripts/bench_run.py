@@ -79,7 +79,8 @@ def first_output_s(command: list[str], skip: bytes = b"") -> tuple[float, str]:
         if not part:
             break
         written += part
-        if not first and written.partition(skip)[2 if skip else 0].strip():
+        answer = written.partition(skip)[2] if skip else written
+        if not first and answer.strip():
             first = time.perf_counter() - start
     _, errors = process.communicate()
     if process.returncode:

@@ -35,6 +35,7 @@ from uma.workload import Inference
 
 NO_LIMIT = 1 << 50
 SIZES: dict[str, Any] = {
+    "vocab_size": 4096,
     "hidden_size": 256,
     "intermediate_size": 768,
     "num_attention_heads": 8,
@@ -107,14 +108,13 @@ EXPANDED_LATENT = CONFIGS["latent"] | {
 KINDS = CONFIGS | {"expanded": EXPANDED_LATENT, "short_conv": SHORT_CONVOLUTIONS}
 
 
-def model_config(kind: str, vocab_size: int = 4096) -> dict[str, Any]:
+def model_config(kind: str, **sizes: Any) -> dict[str, Any]:
     """The configuration of ``tests/models.py``, enlarged until sizes matter."""
-    sizes = SIZES | {"vocab_size": vocab_size} | OWN_SIZES.get(kind, {})
+    chosen = SIZES | OWN_SIZES.get(kind, {}) | sizes
 
     def enlarged(config: dict[str, Any]) -> dict[str, Any]:
-        return {key: sizes.get(key, value) for key, value in config.items()} | (
-            {"vocab_size": vocab_size} if "hidden_size" in config else {}
-        )
+        extra = {"vocab_size": chosen["vocab_size"]} if "hidden_size" in config else {}
+        return {key: chosen.get(key, value) for key, value in config.items()} | extra
 
     config = enlarged(KINDS[kind])
     if "text_config" in config:

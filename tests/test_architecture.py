@@ -1,5 +1,6 @@
 """Layers and parameters of every supported model, against mlx-lm's own classes."""
 
+import contextlib
 import dataclasses
 import importlib
 from pathlib import Path
@@ -17,7 +18,7 @@ from oracle.tiny import TINY
 
 from uma.architecture import MODULES, REMAPPING, WRAPPERS, architecture_from_config
 from uma.architecture.layers import Attention, Experts, Recurrent
-from uma.errors import CheckpointError, UnsupportedModel
+from uma.errors import CheckpointError, UmaError, UnsupportedModel
 
 LLAMA_70B = "meta-llama__Meta-Llama-3.1-70B"
 
@@ -37,7 +38,7 @@ def test_a_real_model_has_the_parameters_that_mlx_lm_builds(name: str) -> None:
 
 
 def test_most_of_the_shipped_models_are_laid_out() -> None:
-    assert len(supported()) >= 150
+    assert len(supported()) >= 173
 
 
 def test_llama_3_70b_has_70_553_706_496_parameters() -> None:
@@ -140,6 +141,16 @@ def test_a_malformed_layer_count_is_refused(value: object) -> None:
 def test_a_malformed_width_is_refused(value: object) -> None:
     with pytest.raises(CheckpointError):
         architecture_from_config({**TINY["qwen3"], "hidden_size": value})
+
+
+@pytest.mark.parametrize("value", [10**9, 10**30, "wide"])
+def test_hostile_values_are_refused_or_laid_out_at_once(value: object) -> None:
+    for config in TINY.values():
+        text = config.get("text_config", config)
+        for key in text.keys() - {"model_type"}:
+            hostile = {**text, key: value, "model_type": config["model_type"]}
+            with contextlib.suppress(UmaError):
+                architecture_from_config(hostile)
 
 
 def test_a_model_without_a_type_is_refused() -> None:

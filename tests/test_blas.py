@@ -13,6 +13,7 @@ if sys.platform != "linux":
     pytest.skip("MLX has Accelerate elsewhere", allow_module_level=True)
 
 from uma.runtime.blas import with_soname
+from uma.runtime.threads import Threads, openblas_threads
 
 PROGRAM = """
 import json, sys, time
@@ -59,7 +60,8 @@ needs_openblas = pytest.mark.skipif(
 
 @needs_openblas
 def test_openblas_multiplies_for_mlx_and_much_faster(tmp_path: Path) -> None:
-    fast, slow = run(tmp_path), run(tmp_path, "never")
+    fast = run(tmp_path, OPENBLAS_NUM_THREADS="1")  # more would depend on what else runs here
+    slow = run(tmp_path, "never")
     assert fast["blas"]["openblas"]
     assert fast["blas"]["name"].startswith("OpenBLAS 0.")
     assert fast["blas"]["reason"] is None
@@ -118,3 +120,56 @@ def test_a_name_that_is_too_long_is_refused() -> None:
     python = Path(sys.executable).resolve().read_bytes()
     with pytest.raises(OSError, match=r"longer|DT_SONAME"):
         with_soname(python, "x" * 500)
+
+
+class Pretend:
+    """A library that is given thread counts, and a clock that runs as they say."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]) -> None:
+        self.seconds, self.threads, self.now = seconds, 1, 0.0
+        self.used: list[int] = []
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+
+    def set_threads(self, threads: int) -> None:
+        self.threads = threads
+
+    def run(self) -> None:
+        self.now += self.seconds[self.threads]
+        self.used.append(self.threads)
+
+
+@pytest.mark.parametrize(("seconds", "best"), [({1: 3.0, 4: 1.0}, 4), ({1: 1.0, 4: 50.0}, 1)])
+def test_the_faster_number_of_threads_is_used(
+    seconds: dict[int, float], best: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Pretend(monkeypatch, seconds)
+    threads = Threads(4, library.set_threads)
+    threads.before_prompt(library.run)
+    assert library.threads == best
+
+    library.used.clear()
+    for _ in range(60):
+        library.run()
+        threads.after_token()
+    assert set(library.used[9:]) == {best}
+    assert library.used.count(5 - best) <= 5  # the trial, which a slow choice cuts short
+    if best == 1:
+        assert library.used.count(4) == 2
+
+
+def test_a_change_of_load_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Pretend(monkeypatch, {1: 3.0, 4: 1.0})
+    threads = Threads(4, library.set_threads)
+    for i in range(150):
+        if i == 40:
+            library.seconds = {1: 3.0, 4: 100.0}
+        library.run()
+        threads.after_token()
+    assert set(library.used[30:70]) == {4}
+    assert set(library.used[85:]) == {1}
+
+
+@needs_openblas
+def test_the_users_number_of_threads_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+    assert openblas_threads().cores == 1

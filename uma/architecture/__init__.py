@@ -90,12 +90,20 @@ WRAPPERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_vl_moe": ("qwen3_moe", "language_model", {}),
 }
 
-MAX_LAYERS = 10_000
+# Sizes that are looped over are bounded well above those of any model, the others against
+# numbers that are none.
 MAX_SIZE = 1 << 32
-SIZES = re.compile(r"^(num|n)_|_(size|heads|dim|layers|experts|rank|per_tok|kernel)$")
+LIMITS = (
+    (re.compile(r"^(num_hidden|num|n)_layers?$"), 1_000),
+    (re.compile(r"^num_|_(heads?|experts|inputs)$"), 10_000),
+)
+SIZES = re.compile(r"^(num|n)_|_(size|heads|dim|dims|layers|experts|inputs|rank|per_tok|kernel)$")
+NESTED_SIZES = ("attn_config", "ffn_config", "linear_attn_config", "sparse_attention_config")
 NOT_SIZES = frozenset(
     {
+        "full_attn_layers",
         "intermediate_size",
+        "kda_layers",
         "mamba_dt_rank",
         "mlp_only_layers",
         "no_rope_layers",
@@ -170,12 +178,15 @@ def _text_module(config: Mapping[str, Any], module: str) -> tuple[str, dict[str,
 def _checked(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """``values`` if its sizes are numbers that a model can have, before they are multiplied."""
     for key, value in values.items():
+        if key in NESTED_SIZES and isinstance(value, Mapping):
+            _checked(value)
         if value is None or key in NOT_SIZES or not SIZES.search(key):
             continue
-        if not isinstance(value, (int, float)) or not 0 <= value <= MAX_SIZE:
-            raise CheckpointError(f"config.json has {key} {value!r}, which is not a size")
-    if (values.get("num_hidden_layers") or 0) > MAX_LAYERS:
-        raise CheckpointError(f"config.json has more than {MAX_LAYERS:,} num_hidden_layers")
+        limit = next((most for keys, most in LIMITS if keys.search(key)), MAX_SIZE)
+        if not isinstance(value, (int, float)) or not 0 <= value <= limit:
+            raise CheckpointError(
+                f"config.json has {key} {value!r}, which is not a size up to {limit:,}"
+            )
     return values
 
 

@@ -26,7 +26,7 @@ from uma.architecture.parts import (
 )
 
 
-def delta_net(c: Config, state_dtype: str = "float32") -> Recurrent:
+def delta_net(c: Config) -> Recurrent:
     """A gated delta network: the last inputs of its convolution, one matrix a value head."""
     heads, key_dim, value_dim = (
         c.linear_num_value_heads,
@@ -70,7 +70,7 @@ def gated_attention_part(c: Config) -> Part:
     )
 
 
-def qwen_experts(c: Config) -> tuple[Experts, Part]:
+def qwen_experts(c: Config) -> tuple[FeedForward | Experts, Part]:
     """Routed experts and one shared one behind its own gate."""
     hidden, shared = c.hidden_size, c.shared_expert_intermediate_size
     part = under(
@@ -83,9 +83,11 @@ def qwen_experts(c: Config) -> tuple[Experts, Part]:
     return Experts(c.num_experts, c.num_experts_per_tok, c.moe_intermediate_size, shared), part
 
 
-def qwen_hybrid_layers(
-    c: Config, delta: Part, sparse: list[bool], prefix: str = "model"
-) -> list[Layer]:
+def dense_part(c: Config) -> tuple[FeedForward | Experts, Part]:
+    return FeedForward(c.intermediate_size), mlp_part(c)
+
+
+def qwen_hybrid_layers(c: Config, delta: Part, sparse: list[bool]) -> list[Layer]:
     """Softmax attention in every ``full_attention_interval``-th layer, delta networks between."""
     softmax: tuple[Attention | Recurrent, Part] = (
         attention(c, c.head_width),
@@ -96,19 +98,8 @@ def qwen_hybrid_layers(
     layers = []
     for i, has_experts in enumerate(sparse):
         mixer, part = recurrent if (i + 1) % c.full_attention_interval else softmax
-        feed_forward: tuple[FeedForward | Experts, Part] = (
-            qwen_experts(c) if has_experts else (FeedForward(c.intermediate_size), mlp_part(c))
-        )
-        layers.append(
-            layer(
-                f"{prefix}.layers.{i}",
-                [mixer],
-                [feed_forward[0]],
-                part,
-                feed_forward[1],
-                layer_norms,
-            )
-        )
+        feed_forward, mlp = qwen_experts(c) if has_experts else dense_part(c)
+        layers.append(layer(f"model.layers.{i}", [mixer], [feed_forward], part, mlp, layer_norms))
     return layers
 
 

@@ -12,8 +12,11 @@ from typing import Literal
 
 from uma.architecture.config import Config
 from uma.architecture.layers import Architecture, Experts, FeedForward, Layer, Mixer, Parameter
+from uma.errors import CheckpointError
 
 Part = tuple[Parameter, ...]
+
+MAX_LAYER_PARAMETERS = 4_096
 
 
 def under(prefix: str, *parts: Part) -> Part:
@@ -132,7 +135,13 @@ def layer(
     feed_forward: Sequence[FeedForward | Experts],
     *parts: Part,
 ) -> Layer:
-    """A block with its parameters under ``prefix``."""
+    """A block with its parameters under ``prefix``.
+
+    Raises:
+        CheckpointError: If it has more parameters than a block of any model.
+    """
+    if sum(map(len, parts)) > MAX_LAYER_PARAMETERS:
+        raise CheckpointError(f"config.json gives {prefix} too many parameters")
     return Layer(tuple(mixers), tuple(feed_forward), under(prefix, *parts))
 
 
@@ -148,7 +157,6 @@ def decoder(
     head_bias: bool = False,
     head_bits: int | None = None,
     extra: Part = (),
-    notes: tuple[str, ...] = (),
 ) -> Architecture:
     """Layers between an embedding, a final norm and, unless ``tied``, a head.
 
@@ -168,5 +176,4 @@ def decoder(
         tie_word_embeddings=tied,
         layers=tuple(layers),
         parameters=under(prefix, embed, final) + lm_head + extra,
-        notes=notes,
     )

@@ -175,14 +175,24 @@ def decode(generation: Generation) -> Moment:
     )
     call = generation.call(1, max(prompt, workload.context_tokens) - 1)
     grown = {
-        layer: sum(generation.slot_bytes(c) for c in caches) * (call.cached_tokens + 1)
+        layer: sum(generation.slot_bytes(c) * _growing_slots(c, call) for c in caches)
         for layer, caches in generation.caches.items()
-        if all(c.max_size is None or c.max_size > call.cached_tokens for c in caches)
     }
     transient = _transient(generation, tuple(enumerate(architecture.layers)), grown, call)
     end = max(sizes.prefill_end, sizes.decode_end)
     shrunk = max(0, _before_last_token(generation) - end)
     return Moment(end, transient + Transient(shrunk))
+
+
+def _growing_slots(cache: TokenCache, call: Call) -> int:
+    """Slots that a cache reallocates for one more token: a full rotating one overwrites.
+
+    Llama 4's cuts its front and appends anew for every token once its chunk is full.
+    """
+    slots = call.cached_tokens + 1
+    if cache.max_size is None or slots <= cache.max_size:
+        return slots
+    return 0 if cache.kind == "RotatingKVCache" else cache.max_size
 
 
 def _before_last_token(generation: Generation) -> int:
