@@ -44,7 +44,10 @@ DELTA = Recurrent(
 CONVOLUTION = Recurrent("short_conv", (State("conv", (2, 256), "model"),), inner_size=256)
 
 
-def layer(mixer: Any, feed_forward: Any = FeedForward(768)) -> Layer:
+DENSE = FeedForward(768)
+
+
+def layer(mixer: Any, feed_forward: Any = DENSE) -> Layer:
     return Layer((mixer,), (feed_forward,), ())
 
 
@@ -75,14 +78,15 @@ def test_a_short_chunk_needs_most_between_the_feed_forward_projections() -> None
 
 
 @pytest.mark.parametrize("mixer", [FULL, SLIDING, LATENT, DELTA, CONVOLUTION])
-@pytest.mark.parametrize("feed_forward", [FeedForward(768), Experts(16, 4, 192, 192)])
+@pytest.mark.parametrize("feed_forward", [DENSE, Experts(16, 4, 192, 192)])
 def test_more_tokens_and_more_cached_ones_never_need_less(mixer: Any, feed_forward: Any) -> None:
-    sizes = [
-        layer_transient(layer(mixer, feed_forward), 256, Call(tokens, cached)).total
-        for tokens in (64, 128, 512, 2048)
-        for cached in (2048, 4096, 16384)
-    ]
-    assert sizes == sorted(sizes) or all(a <= b for a, b in zip(sizes[:-3], sizes[3:], strict=True))
+    def size(tokens: int, cached: int) -> int:
+        return layer_transient(layer(mixer, feed_forward), 256, Call(tokens, cached)).total
+
+    for tokens in (64, 512):
+        for cached in (2048, 4096):
+            assert size(tokens, cached) <= size(2 * tokens, cached)
+            assert size(tokens, cached) <= size(tokens, 2 * cached)
 
 
 def test_16_bit_activations_need_half_of_float32_ones_in_long_contexts() -> None:

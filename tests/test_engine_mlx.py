@@ -1,14 +1,16 @@
 """All terms of mlx-lm's inference, against mlx-lm's own classes under MLX's memory counters."""
 
 import json
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from uma.architecture import architecture_from_config
-from uma.architecture.layers import Architecture
+from uma.architecture.layers import Architecture, Recurrent
 from uma.engines.mlx import (
     draft_terms,
     inference_terms,
@@ -71,11 +73,14 @@ def peak_bytes(name: str, workload: Inference, backend: Backend = "metal") -> in
 
 @pytest.mark.parametrize(
     "kind",
-    ["full", "moe", "sliding", "sinks", "chunked", "latent", "expanded", "hybrid"]
-    + ["side_by_side", "recurrent", "short_conv"],
+    "full moe sliding sinks chunked latent expanded hybrid side_by_side recurrent "
+    "short_conv".split(),
 )
 def test_predicted_peaks_hold_on_the_cpu_backend_under_their_memory_limit(kind: str) -> None:
-    """Within 5 % of the measured peaks of models of 3 to 10 MiB, at most 2.5 % below them."""
+    """Models of 3 to 10 MiB: at most 2.5 % below the measured peak and 8 % above.
+
+    Larger ones come closer: ``scripts/probe_peak.py``.
+    """
     pytest.importorskip("mlx.core")
     from scripts.probe_peak import measured_peaks, model_config, predicted_terms, random_model
 
@@ -86,7 +91,7 @@ def test_predicted_peaks_hold_on_the_cpu_backend_under_their_memory_limit(kind: 
     terms, limit = predicted_terms(config, weights_bytes(model), workload, 4)
     measured = measured_peaks(model, workload, limit)
     totals = phase_totals(terms)
-    assert -0.025 <= totals["prefill"] / measured.prefill - 1 <= HIGH.get(kind, 0.05)
+    assert -0.025 <= totals["prefill"] / measured.prefill - 1 <= HIGH.get(kind, 0.08)
     assert -0.05 <= totals["decode"] / measured.decode - 1 <= 0.12
 
 
@@ -163,7 +168,7 @@ def test_more_context_never_needs_less(name: str) -> None:
     assert cpu == sorted(cpu)
     metal = [peak_bytes(name, Inference(context)) for context in contexts]
     # Where a command buffer ends depends on sizes: the peak rises with small dents.
-    assert all(b >= 0.96 * a for a, b in zip(metal, metal[1:], strict=False))
+    assert all(b >= 0.96 * a for a, b in pairwise(metal))
 
 
 @pytest.mark.parametrize("name", CATALOG)
@@ -172,13 +177,14 @@ def test_a_smaller_prefill_step_never_needs_more(name: str) -> None:
     cpu = [peak_bytes(name, Inference(16384, prefill_step_size=s), "cpu") for s in steps]
     assert cpu == sorted(cpu)
     metal = [peak_bytes(name, Inference(16384, prefill_step_size=s)) for s in steps]
-    assert all(b >= 0.9 * a for a, b in zip(metal, metal[1:], strict=False))
+    assert all(b >= 0.9 * a for a, b in pairwise(metal))
 
 
 def test_the_largest_context_fits_and_the_next_one_does_not() -> None:
     name, budget = "Qwen__Qwen3-4B", 6 << 30
     largest = largest_context(architecture_of(name), four_bits(name), Inference(), budget)
-    assert largest is not None and largest % 256 == 0
+    assert largest is not None
+    assert largest % 256 == 0
     assert peak_bytes(name, Inference(largest)) <= budget
     assert peak_bytes(name, Inference(largest + 256)) > budget
 
@@ -246,5 +252,8 @@ def test_the_memory_limit_is_one_output_below_the_peak_and_rises_with_the_budget
 
 def test_what_is_not_modelled_closely_is_said() -> None:
     assert notes(architecture_of("Qwen__Qwen3-4B")) == ()
-    (note,) = notes(architecture_of("moonshotai__Kimi-Linear-48B-A3B-Instruct"))
-    assert "kimi_delta" in note
+    architecture = architecture_of("Qwen__Qwen3.5-27B")
+    assert notes(architecture) == ()
+    unknown = replace(architecture.layers[0], mixers=(Recurrent("retention", ()),))
+    (note,) = notes(replace(architecture, layers=(unknown, *architecture.layers)))
+    assert "retention" in note
