@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+ALONE = ["--no-record", "--allow-concurrent"]
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # a checkout runs it without an installation
 QUESTION = "What is the capital of France?"
@@ -35,7 +36,7 @@ Row = dict[str, Any]
 
 def uma(*arguments: str, check: bool = True) -> Row:
     """The document that `uma run --json` prints, with the exit code."""
-    command = [sys.executable, "-m", "uma", "run", *arguments, "--json", "--no-record"]
+    command = [sys.executable, "-m", "uma", "run", *arguments, "--json", *ALONE]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if check and done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
@@ -100,7 +101,7 @@ def mlx_lm_run(folder: Path, prompt: str) -> tuple[float, float, float]:
 def uma_run(folder: Path, prompt: str) -> tuple[float, float, float]:
     """The same of `uma run`: the first output of one run, the rates of another."""
     options = [str(folder), prompt, "--max-tokens", str(TOKENS), "--temp", "0"]
-    command = [sys.executable, "-m", "uma", "run", *options, "--no-record"]
+    command = [sys.executable, "-m", "uma", "run", *options, *ALONE]
     first, _ = first_output_s(command)
     run = uma(*options)
     return first, run["prompt_tps"], run["generation_tps"]

@@ -27,9 +27,9 @@ from tests.models import CONFIGS, build_model
 from uma.architecture import architecture_from_config
 from uma.engines.mlx import (
     inference_terms,
-    memory_limit_bytes,
+    largest_output_bytes,
 )
-from uma.ledger import phase_totals
+from uma.ledger import peak, phase_totals
 from uma.memory.term import MemoryTerm
 from uma.workload import Inference
 
@@ -143,11 +143,17 @@ def random_model(config: dict[str, Any], dtype: str = "float32", bits: int | Non
     return model
 
 
+def weights_bytes(model: Any) -> int:
+    """Bytes of all parameters."""
+    arrays: Any = tree_flatten(model.parameters())
+    return sum(array.nbytes for _, array in arrays)
+
+
 def measured_peaks(model: Any, workload: Inference, memory_limit: int | None = None) -> Peaks:
     """Run ``mlx_lm.generate.generate_step`` and read MLX's counters, others' arrays excluded."""
     from mlx_lm.generate import generate_step
 
-    weights = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
+    weights = weights_bytes(model)
     mx.synchronize()
     mx.clear_cache()
     base = mx.get_active_memory() - weights
@@ -192,10 +198,10 @@ def predicted_terms(
     terms = inference_terms(
         architecture, weights, workload, backend="cpu", activation_bytes=activation_bytes
     )
-    limit = memory_limit_bytes(
-        architecture, weights, workload, terms, backend="cpu", activation_bytes=activation_bytes
+    output = largest_output_bytes(
+        architecture, weights, workload, backend="cpu", activation_bytes=activation_bytes
     )
-    return terms, limit
+    return terms, peak(terms)[1] - output
 
 
 def main() -> None:
@@ -213,7 +219,7 @@ def main() -> None:
     for kind in chosen.kinds:
         config = model_config(kind)
         model = random_model(config, chosen.dtype, chosen.bits)
-        weights = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
+        weights = weights_bytes(model)
         terms, limit = predicted_terms(config, weights, workload, width)
         limits = {"serial": 1, "predicted": limit, "none": None}
         peaks = measured_peaks(model, workload, limits[chosen.limit])

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,9 +15,9 @@ from uma.engines.mlx import (
     inference_terms,
     largest_buffer_bytes,
     largest_context,
+    largest_output_bytes,
     largest_prefill_step,
     load_terms,
-    memory_limit_bytes,
     notes,
 )
 from uma.ledger import peak, phase_totals
@@ -73,8 +72,19 @@ def peak_bytes(name: str, workload: Inference, backend: Backend = "metal") -> in
 
 @pytest.mark.parametrize(
     "kind",
-    "full moe sliding sinks chunked latent expanded hybrid side_by_side recurrent "
-    "short_conv".split(),
+    [
+        "full",
+        "moe",
+        "sliding",
+        "sinks",
+        "chunked",
+        "latent",
+        "expanded",
+        "hybrid",
+        "side_by_side",
+        "recurrent",
+        "short_conv",
+    ],
 )
 def test_predicted_peaks_hold_on_the_cpu_backend_under_their_memory_limit(kind: str) -> None:
     """Models of 3 to 10 MiB: at most 2.5 % below the measured peak and 8 % above.
@@ -82,7 +92,13 @@ def test_predicted_peaks_hold_on_the_cpu_backend_under_their_memory_limit(kind: 
     Larger ones come closer: ``scripts/probe_peak.py``.
     """
     pytest.importorskip("mlx.core")
-    from scripts.probe_peak import measured_peaks, model_config, predicted_terms, random_model
+    from scripts.probe_peak import (
+        measured_peaks,
+        model_config,
+        predicted_terms,
+        random_model,
+        weights_bytes,
+    )
 
     config = model_config(kind, **SMALL | OWN.get(kind, {}))
     model = random_model(config)
@@ -95,15 +111,15 @@ def test_predicted_peaks_hold_on_the_cpu_backend_under_their_memory_limit(kind: 
     assert -0.05 <= totals["decode"] / measured.decode - 1 <= 0.12
 
 
-def weights_bytes(model: Any) -> int:
-    from mlx.utils import tree_flatten
-
-    return sum(p.nbytes for _, p in tree_flatten(model.parameters()))
-
-
 def test_a_4_bit_model_with_a_quantized_cache_holds_its_predicted_peak() -> None:
     pytest.importorskip("mlx.core")
-    from scripts.probe_peak import measured_peaks, model_config, predicted_terms, random_model
+    from scripts.probe_peak import (
+        measured_peaks,
+        model_config,
+        predicted_terms,
+        random_model,
+        weights_bytes,
+    )
 
     config = model_config("full", **SMALL)
     model = random_model(config, "bfloat16", bits=4)
@@ -236,18 +252,11 @@ def test_loading_takes_the_largest_matrix_at_its_source_above_the_result() -> No
     assert (term.phase, term.size_bytes) == ("load", 151936 * 2560 * 2)
 
 
-def test_the_memory_limit_is_one_output_below_the_peak_and_rises_with_the_budget() -> None:
+def test_the_largest_output_on_the_cpu_is_a_matrix_of_scores() -> None:
     name = "Qwen__Qwen3-4B"
     architecture, weights = architecture_of(name), four_bits(name)
-    workload = Inference(4096)
-    terms = inference_terms(architecture, weights, workload, backend="cpu")
-    limit = memory_limit_bytes(architecture, weights, workload, terms, backend="cpu")
-    scores = 32 * 2047 * 4095 * 2
-    assert peak(terms)[1] - limit == scores
-    ample = memory_limit_bytes(
-        architecture, weights, workload, terms, backend="cpu", budget_bytes=1 << 40
-    )
-    assert ample == peak(terms)[1]
+    largest = largest_output_bytes(architecture, weights, Inference(4096), backend="cpu")
+    assert largest == 32 * 2047 * 4095 * 2
 
 
 def test_what_is_not_modelled_closely_is_said() -> None:

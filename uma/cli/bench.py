@@ -81,9 +81,10 @@ def bench(
     )
     from uma.cli.progress import progress
     from uma.cli.session import ready
-    from uma.runtime.bench import bench as run_bench
 
     with ready(chosen, "uma bench") as have, progress("trial", quiet=json) as show:
+        from uma.runtime.bench import bench as run_bench
+
         result = run_bench(
             have.session.loaded,
             prompt_tokens=prompt_tokens,
@@ -127,7 +128,7 @@ def _row(have: "Ready", result: "Bench", generation_tokens: int, ledger: Any) ->
     machine, workload = plan.machine, plan.workload
     quantization = plan.form.quantization
     prompt, generation = result.spread("prompt_tps"), result.spread("generation_tps")
-    peak = max(result.peaks.values())
+    peak = result.meter.peak_bytes
     return {
         "kind": "memory",
         "engine": "mlx-lm",

@@ -3,7 +3,6 @@
 What MLX's own counters leave out (the process, Metal's context) is not a term.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from uma.architecture.layers import (
@@ -27,6 +26,7 @@ from uma.memory.activations import (
 )
 from uma.memory.metal_activations import is_fused
 from uma.memory.term import MemoryTerm, Phase
+from uma.quantization import Quantization
 from uma.workload import Backend, Inference
 
 CONTEXT_STEP = 256  # caches grow by this many tokens (cache.py, KVCache.step)
@@ -55,8 +55,8 @@ def inference_terms(
     """Every term of one generation, by phase; their sum in a phase is its predicted peak.
 
     ``activation_bytes`` is 4 where the weights were made float32. ``pool_bytes`` is MLX's cache
-    limit: what freed buffers may hold beside the peak. The sizes on the CPU backend include what
-    run-ahead evaluation holds only if MLX's memory limit is ``memory_limit_bytes``.
+    limit: what freed buffers may hold beside the peak. On the CPU backend evaluation stays at these
+    sizes only under a memory limit (``largest_output_bytes``); without one it runs ahead of them.
     """
     run = Generation(architecture, workload, weights.size_bytes, backend, activation_bytes)
     source = METAL_SOURCE if backend == "metal" else CPU_SOURCE
@@ -129,15 +129,18 @@ def load_terms(
     architecture: Architecture,
     weights: MemoryTerm,
     *,
-    quantization: object | None = None,
+    quantization: Quantization | None = None,
     source_dtype_bytes: int = 2,
 ) -> tuple[MemoryTerm, ...]:
     """What converting weights on load takes above the result: the largest matrix at its source.
 
-    Matrices are converted one at a time. Experts, stored one by one, exist a second time while
-    they are stacked.
+    Matrices are converted one at a time. Experts of a checkpoint to be quantized are stored one by
+    one, and exist a second time while they are stacked.
     """
-    largest_matrix = max(p.size * (2 if len(p.shape) == 3 else 1) for p in parameters(architecture))
+    stacked = 1 if quantization is None else 2
+    largest_matrix = max(
+        p.size * (stacked if len(p.shape) == 3 else 1) for p in parameters(architecture)
+    )
     source = "largest matrix before conversion"
     return (MemoryTerm("other", largest_matrix * source_dtype_bytes, "bound", source, "load"),)
 
@@ -216,7 +219,14 @@ def largest_output_bytes(
     backend: Backend = "metal",
     activation_bytes: int = 2,
 ) -> int:
-    """The largest array that a run computes: keys or values, scores, projections, logits."""
+    """The largest array that a run computes: keys or values, scores, projections, logits.
+
+    Under ``mx.set_memory_limit`` of the predicted peak less this, the peak holds: MLX compares
+    after it has allocated the outputs of an operation, and only then waits for running ones
+    (mlx 0.32.4, ``transforms.cpp``, ``eval_impl``). A Mamba-2 block makes several equal arrays
+    before that, which count together. Waiting takes time: on the CPU about half of prefill's more
+    at this limit, a tenth at the peak itself (``scripts/probe_peak.py``).
+    """
     run = Generation(architecture, workload, weights.size_bytes, backend, activation_bytes)
     sizes = [workload.batch_size * architecture.vocab_size * activation_bytes]
     ends = [(tokens, cached) for _, tokens, cached in chunks(workload)]
@@ -236,49 +246,13 @@ def _layer_output(layer: Layer, call: Call, backend: Backend) -> int:
             sizes.append(call.array(part.num_experts_per_tok * width))
     for mixer in layer.mixers:
         if isinstance(mixer, Recurrent):
-            sizes.append(pair_bytes(mixer, call) if mixer.kind == "mamba2" else 0)
+            sizes.append(PAIRS_AHEAD * pair_bytes(mixer, call) if mixer.kind == "mamba2" else 0)
             continue
         fused = backend == "metal" and isinstance(mixer, Attention) and is_fused(mixer, call)
         sizes.append(0 if fused else score_bytes(mixer, call))
         keys = call.batch_size * attended_tokens(mixer, call) * max(kv_widths(mixer))
         sizes.append(keys * call.activation_bytes)
     return max(sizes)
-
-
-def memory_limit_bytes(
-    architecture: Architecture,
-    weights: MemoryTerm,
-    workload: Inference,
-    terms: Iterable[MemoryTerm],
-    *,
-    backend: Backend = "metal",
-    activation_bytes: int = 2,
-    budget_bytes: int | None = None,
-) -> int:
-    """The value for ``mx.set_memory_limit`` that keeps the peak within a budget.
-
-    MLX compares after it has allocated the outputs of an operation, and only then waits for
-    running ones (mlx 0.32.4, ``transforms.cpp``, ``eval_impl``): the limit is passed by one
-    output, by a few of the equal ones that make up a Mamba-2 block. So the limit that holds the
-    peak of ``terms`` itself is one output below it. Waiting costs time (on the CPU about half of
-    prefill's at one output below, a tenth at the peak), so a larger budget gives a higher limit,
-    up to the peak.
-    """
-    run = Generation(architecture, workload, weights.size_bytes, backend, activation_bytes)
-    output = largest_output_bytes(
-        architecture, weights, workload, backend=backend, activation_bytes=activation_bytes
-    )
-    blocks = [
-        PAIRS_AHEAD * pair_bytes(mixer, run.call(tokens, cached))
-        for _, tokens, cached in chunks(workload)
-        for layer in set(architecture.layers)
-        for mixer in layer.mixers
-        if isinstance(mixer, Recurrent) and mixer.kind == "mamba2"
-    ]
-    ahead = max(output, *blocks, 0)
-    peak_bytes = peak(term for term in terms if term.name != "buffer_pool")[1]
-    allowed = peak_bytes if budget_bytes is None else max(peak_bytes, budget_bytes)
-    return max(1, min(peak_bytes, allowed - ahead))
 
 
 def _logits_bytes(vocab_size: int, batch_size: int, activation_bytes: int) -> int:

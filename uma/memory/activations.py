@@ -31,7 +31,8 @@ FLOAT32 = 4
 BOOL = 1
 
 # Recurrent layers that mlx-lm steps token by token from Python, so that the graph holds a state
-# for every token: always (mamba.py, bailing_moe_linear.py), or where there is no Metal kernel (gated_delta.py).
+# for every token: always (mamba.py, bailing_moe_linear.py), or where there is no Metal kernel
+# (gated_delta.py).
 STEPPED = frozenset({"mamba", "linear_attention"})
 STEPPED_WITHOUT_KERNEL = frozenset({"gated_delta", "kimi_delta"})
 

@@ -31,6 +31,7 @@ from uma.memory.activations import (
     attended_tokens,
     kv_widths,
     mixer_transient,
+    output_width,
     query_width,
 )
 
@@ -38,7 +39,7 @@ IN_FLIGHT = 11  # command buffers: transforms.cpp, MAX_ACTIVE_TASKS = 10, checke
 MAX_ELEMENTS = 50 << 20  # device.cpp: max_mb_per_buffer of Max and Ultra chips, 40 of the others;
 MAX_OPERATIONS = 50  # it counts elements, because CommandEncoder adds array.data_size()
 
-STEADY_LAYERS = 24  # more than the buffers in flight span, and than a pattern of layers is long
+STEADY_LAYERS = 40  # more than the buffers in flight span: at least 16 operations a layer
 
 # scaled_dot_product_attention.cpp, use_fallback: (query, value) head sizes with a fused kernel
 # that is used, for more than 8 queries and for fewer. 192 and 256 have one that is slower.
@@ -118,9 +119,7 @@ def layer_tape(
     tape = Tape(call, weight_elements)
     residual = tape.array(call.rows * hidden_size)
     for mixer in layer.mixers:
-        mixed = _mix(tape, mixer, hidden_size, residual)
-        if grown_bytes:
-            tape.keep(grown_bytes)
+        mixed = _mix(tape, mixer, hidden_size, residual, grown_bytes)
         residual = tape.run(hidden_size, residual, in_place=mixed)
     for part in layer.feed_forward:
         normed = tape.run(hidden_size, residual)
@@ -132,36 +131,41 @@ def layer_tape(
     return tape.operations
 
 
-def _mix(tape: Tape, mixer: Mixer, hidden_size: int, residual: int) -> int:
+def _mix(tape: Tape, mixer: Mixer, hidden_size: int, residual: int, grown_bytes: int) -> int:
     normed = tape.run(hidden_size, residual)
     if isinstance(mixer, Recurrent):
         return _recurrent(tape, mixer, hidden_size, normed)
     keys, values = kv_widths(mixer)
+    if isinstance(mixer, LatentAttention) and not tape.call.expanded:
+        keys, values = mixer.kv_lora_rank, mixer.qk_rope_head_dim
     queries = query_width(mixer)
     q = tape.run(queries, normed, weights=queries * hidden_size)
-    k = tape.run(keys, normed, weights=keys * hidden_size)
-    v = tape.run(values, normed, weights=values * hidden_size)
-    q, k = tape.run(queries, q), tape.run(keys, k)  # rotated; norms of heads are in place
-    cached = tape.call.batch_size * attended_tokens(mixer, tape.call) * (keys + values)
-    if isinstance(mixer, Attention):
-        cache = tape.array(cached)
-        tape.run(0, k, v, in_place=cache)
-        out = _attend(tape, mixer, q, cache)
+    new = [tape.run(width, normed, weights=width * hidden_size) for width in (keys, values)]
+    q, new[0] = tape.run(queries, q), tape.run(keys, new[0])  # rotated; norms are in place
+    slots = tape.call.batch_size * attended_tokens(mixer, tape.call)
+    caches = [tape.array(slots * width) for width in (keys, values)]
+    for cache, added in zip(caches, new, strict=True):
+        if grown_bytes:
+            tape.run(0, tape.array(tape.arrays[cache]), in_place=cache)
+            tape.keep(grown_bytes // 2)
+        tape.run(0, added, in_place=cache)
+    if isinstance(mixer, Attention) or tape.call.expanded:
+        out = _attend(tape, mixer, q, caches)
     else:
         out = _latent(tape, mixer, q)
-    return tape.run(hidden_size, out, weights=tape.arrays[out] // tape.call.rows * hidden_size)
+    return tape.run(hidden_size, out, weights=output_width(mixer) * hidden_size)
 
 
-def _attend(tape: Tape, mixer: Attention, q: int, cache: int) -> int:
-    width = mixer.num_attention_heads * mixer.v_head_dim
-    if is_fused(mixer, tape.call):
-        return tape.run(width, q, cache)
+def _attend(tape: Tape, mixer: Attention | LatentAttention, q: int, caches: list[int]) -> int:
+    width = output_width(mixer)
+    if isinstance(mixer, Attention) and is_fused(mixer, tape.call):
+        return tape.run(width, q, *caches)
     elements = mixer.num_attention_heads * tape.call.rows * attended_tokens(mixer, tape.call)
     q = tape.run(query_width(mixer), q)
-    scores = tape.run(0, q, cache, elements=elements, attention=True)
+    scores = tape.run(0, q, caches[0], elements=elements, attention=True)
     for _ in ("mask", "softmax"):
         tape.run(0, scores, in_place=scores)
-    out = tape.run(width, scores, cache)
+    out = tape.run(width, scores, caches[1])
     return tape.run(width, out)
 
 

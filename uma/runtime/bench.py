@@ -5,9 +5,11 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from statistics import mean, stdev
+from typing import Any
 
 import mlx.core as mx
 
+from uma.runtime.cache import prompt_cache
 from uma.runtime.load import LoadedModel
 from uma.runtime.measure import PhaseMeter
 
@@ -29,9 +31,9 @@ class Bench:
     """All trials after one warm-up, and the caches at the end of the last."""
 
     trials: tuple[Trial, ...]
-    peaks: dict[str, int]
-    active_and_pool_bytes: int
+    meter: PhaseMeter
     cache_bytes: int
+    state_bytes: int
 
     def spread(self, name: str) -> tuple[float, float]:
         """Mean and standard deviation of a rate."""
@@ -55,22 +57,28 @@ def bench(
     the prompt over the time to the first token, the others over the time after it.
     """
     mx.random.seed(SEED)
-    size = len(loaded.tokenizer)
-    prompts = mx.random.randint(0, size, (batch_size, prompt_tokens)).tolist()
+    shape = (batch_size, prompt_tokens)
+    prompts: Any = mx.random.randint(0, len(loaded.tokenizer), shape).tolist()
     meter = PhaseMeter()
-    trials = []
-    cache_bytes = 0
+    trials: list[Trial] = []
+    held = 0
     try:
         for i in range(num_trials + 1):
             on_trial(i, num_trials + 1)
-            trial, cache_bytes = _trial(
-                loaded, prompts, generation_tokens, prefill_step_size, meter
-            )
+            trial, held = _trial(loaded, prompts, generation_tokens, prefill_step_size, meter)
             trials.append(trial)
     finally:
         meter.finish()
     on_trial(num_trials + 1, num_trials + 1)
-    return Bench(tuple(trials[1:]), meter.peaks, meter.active_and_pool_bytes, cache_bytes)
+    state = batch_size * _state_bytes(loaded.model)
+    return Bench(tuple(trials[1:]), meter, held, state)
+
+
+def _state_bytes(model: Any) -> int:
+    """Recurrent state of one sequence, read off the shapes of one token's graph."""
+    cache = prompt_cache(model, context_tokens=1)
+    model(mx.zeros((1, 1), mx.int32), cache=cache.layers)
+    return cache.state_nbytes
 
 
 def _trial(
@@ -122,7 +130,7 @@ def _many(
     from mlx_lm.generate import BatchGenerator
 
     meter.enter("prefill")
-    engine = BatchGenerator(
+    engine: Any = BatchGenerator(
         loaded.model,
         stop_tokens=[],
         completion_batch_size=len(prompts),

@@ -1,7 +1,7 @@
 """Load a model layer by layer, in the form asked for: as stored, quantized, or float32."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from uma.errors import CheckpointError, UmaError, UnsupportedModel, UsageError
 from uma.quantization import Quantization
+from uma.runtime.forms import Convert, form_name, leaves, quantizer, to_float32
 from uma.runtime.limits import memory_limits
 
 Progress = Callable[[int, int], None]
 """Called with the number of layers done and their total."""
 
 _FLOATS = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
-_SLICE_ELEMENTS = 1 << 15
 _FIRST_INDEX = re.compile(r"^.*?\.\d+(?=\.)")
 
 
@@ -70,11 +70,11 @@ def load(
     stored = config.get("quantization")
     convert: list[Convert] = []
     if quantization is not None and (stored is None or _stored_form(stored) != quantization):
-        convert.append(_quantizer(model, quantization))
+        convert.append(quantizer(model, quantization))
         if stored is not None:
             notes.append(f"requantized from {form_name(model)}")
     if dequantize_to is not None:
-        convert.append(_to_float32)
+        convert.append(to_float32)
     try:
         # With a pool, lasting arrays would take over freed buffers of up to twice their size.
         with memory_limits(cache=0):
@@ -97,21 +97,6 @@ def load(
 def weights_bytes(model: nn.Module) -> int:
     """Bytes of all parameters, evaluated or not."""
     return sum(p.nbytes for _, p in tree_flatten(model.parameters()))
-
-
-def form_name(model: nn.Module) -> str:
-    """The number formats of a model's matrices, the one that holds most bytes first."""
-    sizes: dict[str, int] = {}
-    for module in dict(_leaves(model)).values():
-        weight = module.get("weight")
-        if weight is None or weight.ndim < 2:
-            continue
-        bits = getattr(module, "bits", None)
-        name = str(weight.dtype).removeprefix("mlx.core.")
-        if bits is not None:
-            name = f"{getattr(module, 'mode', 'affine')} {bits}/{module.group_size}"
-        sizes[name] = sizes.get(name, 0) + weight.nbytes
-    return " + ".join(sorted(sizes, key=sizes.__getitem__, reverse=True)) or "no matrices"
 
 
 def _open(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
@@ -166,22 +151,12 @@ def _stored_form(stored: dict[str, Any]) -> Quantization:
     return Quantization(stored["bits"], stored["group_size"], stored.get("mode", "affine"))
 
 
-def _leaves(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    leaves: list[tuple[str, nn.Module]] = tree_flatten(
-        model.leaf_modules(), is_leaf=nn.Module.is_module
-    )
-    return leaves
-
-
-Convert = Callable[[str, nn.Module], nn.Module]
-
-
 def _materialize(model: nn.Module, convert: list[Convert], progress: Progress | None) -> None:
     """Read, convert and replace one module after another; no source outlives its own turn.
 
     Evaluating all at once would hold every source until the end (mlx-lm's ``lazy`` path does).
     """
-    layers = _by_layer([path for path, _ in _leaves(model)])
+    layers = _by_layer([path for path, _ in leaves(model)])
     for done, paths in enumerate(layers, start=1):
         for path in paths:
             module = _at(model, path)
@@ -192,7 +167,7 @@ def _materialize(model: nn.Module, convert: list[Convert], progress: Progress | 
             del module
         if progress is not None:
             progress(done, len(layers))
-    if _to_float32 in convert:
+    if to_float32 in convert:
         model.set_dtype(mx.float32)
     mx.eval(model.parameters())
 
@@ -215,93 +190,6 @@ def _at(model: nn.Module, path: str) -> Any:
     for part in path.split("."):
         node = node[int(part)] if isinstance(node, list) else node[part]
     return node
-
-
-def _quantizer(model: nn.Module, quantization: Quantization) -> Convert:
-    """Quantize what ``mlx_lm.utils.quantize_model`` (0.32.2) quantizes, and as it does."""
-    predicate = getattr(model, "quant_predicate", None)
-    asked = {
-        "bits": quantization.bits,
-        "group_size": quantization.group_size,
-        "mode": quantization.mode,
-    }
-
-    def convert(path: str, module: nn.Module) -> nn.Module:
-        module = _dense(module, None)
-        if not hasattr(module, "to_quantized"):
-            return module
-        if module.weight.shape[-1] % quantization.group_size != 0:
-            return module
-        verdict = True if predicate is None else predicate(path, module)
-        if not verdict:
-            return module
-        return _quantized(module, verdict if isinstance(verdict, dict) else asked)
-
-    return convert
-
-
-def _quantized(module: Any, options: dict[str, Any]) -> Any:
-    """The module quantized; in slices of rows where MLX's CPU backend would take 20 times the size.
-
-    It composes mxfp4, mxfp8 and nvfp4 from array operations (mlx 0.32.4, ``fast.cpp``,
-    ``fp_quantize``); rows do not depend on each other.
-    """
-    new = module.to_quantized(**options)
-    rows = _SLICE_ELEMENTS // module.weight.shape[-1] + 1
-    flat = module.weight.reshape(-1, module.weight.shape[-1])
-    if options.get("mode", "affine") == "affine" or mx.default_device() == mx.gpu:
-        return new
-    if options.get("global_scale") or flat.shape[0] <= rows:
-        return new
-    parts = []
-    for start in range(0, flat.shape[0], rows):
-        parts.append(mx.quantize(flat[start : start + rows], **options))
-        mx.eval(parts[-1])
-    for name, pieces in zip(("weight", "scales"), zip(*parts, strict=True), strict=True):
-        setattr(new, name, mx.concatenate(list(pieces)).reshape(new[name].shape))
-    return new
-
-
-def _to_float32(_: str, module: nn.Module) -> nn.Module:
-    module = _dense(module, mx.float32)
-    module.set_dtype(mx.float32)
-    return module
-
-
-def _dense(module: Any, dtype: mx.Dtype | None) -> Any:
-    """A quantized module as its full-precision class with equal values; others unchanged."""
-    dense: Any = next((new for old, new in _dense_classes() if type(module) is old), None)
-    if dense is None:
-        return module
-    scales, biases = module.scales, module.get("biases")
-    if dtype is not None and module.mode == "affine":
-        scales, biases = scales.astype(dtype), biases.astype(dtype)
-    extra = {"global_scale": module.global_scale} if module.get("global_scale") is not None else {}
-    new = dense.__new__(dense)
-    nn.Module.__init__(new)
-    new.weight = mx.dequantize(
-        module.weight,
-        scales,
-        biases,
-        module.group_size,
-        module.bits,
-        module.mode,
-        dtype=dtype,
-        **extra,
-    )
-    if "bias" in module:
-        new.bias = module.bias
-    return new
-
-
-def _dense_classes() -> Iterator[tuple[type, type]]:
-    from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
-    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-
-    yield nn.QuantizedLinear, nn.Linear
-    yield nn.QuantizedEmbedding, nn.Embedding
-    yield QuantizedSwitchLinear, SwitchLinear
-    yield QuantizedMultiLinear, MultiLinear
 
 
 def _add_adapter(model: nn.Module, adapter_path: Path) -> int:

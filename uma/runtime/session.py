@@ -12,6 +12,7 @@ import mlx.core as mx
 from uma.ledger import Ledger
 from uma.plan.inference import InferencePlan, with_tokens
 from uma.plan.limits import Limits, mlx_limits
+from uma.runtime.bench import Bench
 from uma.runtime.cache import PromptCache, prompt_cache
 from uma.runtime.generate import Draft, Piece, Settings, Stats, generate
 from uma.runtime.limits import memory_limits
@@ -119,57 +120,67 @@ def answer(
 
 
 def measured_ledger(session: Session, measured: Measured) -> Ledger:
-    """The plan's terms for the tokens that were really used, each beside what was measured of it.
+    """The plan's terms for the tokens that one answer used, each beside what was measured of it.
 
     The verdict stays that of the context asked for.
     """
-    stats = measured.stats
-    plan = session.plan
+    stats, plan = measured.stats, session.plan
+    caches: Measurements = {}
     if stats is not None:
-        used = stats.prompt_tokens + stats.generation_tokens
-        plan = with_tokens(plan, stats.prompt_tokens, used)
-    found: dict[tuple[str, str], int] = {("weights", "always"): session.loaded.weights_bytes}
-    if stats is not None:
-        found |= _cache_bytes(session.cache, stats)
-        found |= _transient_bytes(plan.ledger, found, measured.meter.peaks)
-    found["buffer_pool", "always"] = measured.meter.pool_bytes
+        plan = with_tokens(plan, stats.prompt_tokens, stats.prompt_tokens + stats.generation_tokens)
+        state = session.cache.state_nbytes
+        caches = {
+            ("kv_cache", "prefill"): stats.prefill_cache_bytes - state,
+            ("kv_cache", "decode"): stats.cache_bytes - state,
+            ("recurrent_state", "always"): state,
+        }
+    return _measured(session, plan, caches, measured.meter)
+
+
+def bench_ledger(session: Session, bench: Bench) -> Ledger:
+    """The plan's terms beside what the trials of ``bench`` held."""
+    caches: Measurements = {
+        ("kv_cache", "decode"): bench.cache_bytes - bench.state_bytes,
+        ("recurrent_state", "always"): bench.state_bytes,
+    }
+    return _measured(session, session.plan, caches, bench.meter)
+
+
+Measurements = dict[tuple[str, str], int]
+"""Bytes by name and phase of a term."""
+
+
+def _measured(
+    session: Session, plan: InferencePlan, caches: Measurements, meter: PhaseMeter
+) -> Ledger:
+    found: Measurements = {
+        ("weights", "always"): session.loaded.weights_bytes,
+        ("buffer_pool", "always"): meter.pool_bytes,
+        **caches,
+    }
+    if caches:
+        found |= _transient_bytes(plan.ledger, found, meter.peaks)
+    highest = (meter.active_and_pool_bytes, meter.peak_bytes, session.load_peak_bytes)
     return replace(
         plan.ledger,
         verdict=session.plan.verdict,
         measured=found,
-        measured_peak_bytes=max(
-            measured.meter.active_and_pool_bytes, measured.meter.peak_bytes, session.load_peak_bytes
-        ),
+        measured_peak_bytes=max(highest),
     )
-
-
-def _cache_bytes(cache: PromptCache, stats: Stats) -> dict[tuple[str, str], int]:
-    """Bytes of recurrent states, which are constant, and of the rest, which grows."""
-    state = cache.state_nbytes
-    return {
-        ("kv_cache", "prefill"): stats.prefill_cache_bytes - state,
-        ("kv_cache", "decode"): stats.cache_bytes - state,
-        ("recurrent_state", "always"): state,
-    }
 
 
 _TRANSIENT = ("activations", "attention", "logits")
 
 
-def _transient_bytes(
-    ledger: Ledger, found: dict[tuple[str, str], int], peaks: dict[str, int]
-) -> dict[tuple[str, str], int]:
+def _transient_bytes(ledger: Ledger, found: Measurements, peaks: dict[str, int]) -> Measurements:
     """What a phase's peak held beside weights and caches, where a single term stands for it."""
-    result: dict[tuple[str, str], int] = {}
+    result: Measurements = {}
     for phase, peak_bytes in peaks.items():
-        names = [t.name for t in ledger.terms if t.phase == phase and t.name in _TRANSIENT]
-        if len(names) == 1:
-            held = sum(
-                found.get((t.name, t.phase), 0)
-                for t in ledger.terms
-                if t.phase in (phase, "always") and t.name not in (*_TRANSIENT, "buffer_pool")
-            )
-            result[names[0], phase] = max(0, peak_bytes - held)
+        terms = [t for t in ledger.terms if t.phase in (phase, "always")]
+        keys = [(t.name, t.phase) for t in terms if t.name in _TRANSIENT]
+        rest = [(t.name, t.phase) for t in terms if t.name not in (*_TRANSIENT, "buffer_pool")]
+        if len(keys) == 1 and all(key in found for key in rest):
+            result[keys[0]] = max(0, peak_bytes - sum(found[key] for key in rest))
     return result
 
 

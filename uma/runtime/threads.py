@@ -29,7 +29,7 @@ class Threads:
         next(self._trials)
 
     def before_prompt(self, product: Callable[[], object]) -> None:
-        """Choose by timing ``product``, a small matrix product; the slowest of four tries counts."""
+        """Choose by timing ``product``, a small matrix product: by the slowest of four tries."""
         if self.cores == 1:
             return
         slowest = {}

@@ -1,0 +1,126 @@
+"""The forms of a matrix in MLX, one module at a time: quantized, dense, float32."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from uma.quantization import Quantization
+
+Convert = Callable[[str, nn.Module], nn.Module]
+"""From a module's path and the module to the one that takes its place."""
+
+_SLICE_ELEMENTS = 1 << 15
+
+
+def leaves(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules without modules inside, by path, in the order of the model."""
+    found: list[tuple[str, nn.Module]] = tree_flatten(
+        model.leaf_modules(), is_leaf=nn.Module.is_module
+    )
+    return found
+
+
+def form_name(model: nn.Module) -> str:
+    """The number formats of a model's matrices, the one that holds most bytes first."""
+    sizes: dict[str, int] = {}
+    for module in dict(leaves(model)).values():
+        weight = module.get("weight")
+        if weight is None or weight.ndim < 2:
+            continue
+        bits = getattr(module, "bits", None)
+        name = str(weight.dtype).removeprefix("mlx.core.")
+        if bits is not None:
+            name = f"{getattr(module, 'mode', 'affine')} {bits}/{module.group_size}"
+        sizes[name] = sizes.get(name, 0) + weight.nbytes
+    return " + ".join(sorted(sizes, key=sizes.__getitem__, reverse=True)) or "no matrices"
+
+
+def quantizer(model: nn.Module, quantization: Quantization) -> Convert:
+    """Quantize what ``mlx_lm.utils.quantize_model`` (0.32.2) quantizes, and as it does."""
+    predicate = getattr(model, "quant_predicate", None)
+    asked = {
+        "bits": quantization.bits,
+        "group_size": quantization.group_size,
+        "mode": quantization.mode,
+    }
+
+    def convert(path: str, module: nn.Module) -> nn.Module:
+        module = _dense(module, None)
+        if not hasattr(module, "to_quantized"):
+            return module
+        if module.weight.shape[-1] % quantization.group_size != 0:
+            return module
+        verdict = True if predicate is None else predicate(path, module)
+        if not verdict:
+            return module
+        return _quantized(module, verdict if isinstance(verdict, dict) else asked)
+
+    return convert
+
+
+def _quantized(module: Any, options: dict[str, Any]) -> Any:
+    """The module quantized; in slices of rows where MLX's CPU backend would take 20 times the size.
+
+    It composes mxfp4, mxfp8 and nvfp4 from array operations (mlx 0.32.4, ``ops.cpp``,
+    ``fp_quantize``); rows do not depend on each other.
+    """
+    new = module.to_quantized(**options)
+    rows = _SLICE_ELEMENTS // module.weight.shape[-1] + 1
+    flat = module.weight.reshape(-1, module.weight.shape[-1])
+    if options.get("mode", "affine") == "affine" or mx.default_device() == mx.gpu:
+        return new
+    if options.get("global_scale") or flat.shape[0] <= rows:
+        return new
+    parts = []
+    for start in range(0, flat.shape[0], rows):
+        parts.append(mx.quantize(flat[start : start + rows], **options))
+        mx.eval(parts[-1])
+    for name, pieces in zip(("weight", "scales"), zip(*parts, strict=True), strict=True):
+        setattr(new, name, mx.concatenate(list(pieces)).reshape(new[name].shape))
+    return new
+
+
+def to_float32(_: str, module: nn.Module) -> nn.Module:
+    """The module with every parameter in float32, quantized matrices dequantized."""
+    module = _dense(module, mx.float32)
+    module.set_dtype(mx.float32)
+    return module
+
+
+def _dense(module: Any, dtype: mx.Dtype | None) -> Any:
+    """A quantized module as its full-precision class with equal values; others unchanged."""
+    dense: Any = next((new for old, new in _dense_classes() if type(module) is old), None)
+    if dense is None:
+        return module
+    scales, biases = module.scales, module.get("biases")
+    if dtype is not None and module.mode == "affine":
+        scales, biases = scales.astype(dtype), biases.astype(dtype)
+    extra = {"global_scale": module.global_scale} if module.get("global_scale") is not None else {}
+    new = dense.__new__(dense)
+    nn.Module.__init__(new)
+    new.weight = mx.dequantize(
+        module.weight,
+        scales,
+        biases,
+        module.group_size,
+        module.bits,
+        module.mode,
+        dtype=dtype,
+        **extra,
+    )
+    if "bias" in module:
+        new.bias = module.bias
+    return new
+
+
+def _dense_classes() -> Iterator[tuple[type, type]]:
+    from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+    yield nn.QuantizedLinear, nn.Linear
+    yield nn.QuantizedEmbedding, nn.Embedding
+    yield QuantizedSwitchLinear, SwitchLinear
+    yield QuantizedMultiLinear, MultiLinear
