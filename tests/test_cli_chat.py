@@ -24,7 +24,12 @@ class Terminal:
         self.main, end = pty.openpty()
         command = [sys.executable, "-m", "uma", "run", *map(str, arguments)]
         self.process = subprocess.Popen(
-            command, stdin=end, stdout=end, stderr=end, env=environment(home), start_new_session=True
+            command,
+            stdin=end,
+            stdout=end,
+            stderr=end,
+            env=environment(home),
+            start_new_session=True,
         )
         os.close(end)
         self.screen = ""

@@ -1,54 +1,70 @@
 """Flag, then variable, then file, then default; and the folders they live in."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from uma.config import Setting, parse_switch, read_config, setting
+from uma.cli import main
+from uma.config import read_config
 from uma.errors import UsageError
 from uma.paths import cache_folder, config_folder, records_folder, state_folder
-from uma.units import GIB, parse_bytes
 
 KNOWN = ("budget", "context", "prefill-step-size", "no-wire")
 
 
-def test_the_flag_wins_over_the_variable_the_file_and_the_default() -> None:
-    config, environ = {"context": "3"}, {"UMA_CONTEXT": "2"}
-    assert setting("context", 1, 4, int, config=config, environ=environ) == Setting(1, "--context")
-    assert setting("context", None, 4, int, config=config, environ=environ) == Setting(
-        2, "UMA_CONTEXT"
-    )
-    assert setting("context", None, 4, int, config=config, environ={}) == Setting(3, "config.toml")
-    assert setting("context", None, 4, int, config={}, environ={}) == Setting(4, "default")
+def planned_context(capsys: pytest.CaptureFixture[str], *arguments: str) -> int:
+    """The context that `uma run --dry-run` plans for a catalog model."""
+    base = ["run", "llama-3-8b", "--dry-run", "--json", "--force"]
+    assert main([*base, *arguments]) == 0
+    context = json.loads(capsys.readouterr().out)["settings"]["context_tokens"]
+    assert isinstance(context, int)
+    return context
 
 
-def test_an_empty_variable_counts_as_unset() -> None:
-    environ = {"UMA_CONTEXT": ""}
-    assert setting("context", None, 4, int, config={}, environ=environ).origin == "default"
+def test_the_flag_wins_over_the_variable_and_that_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UMA_CONFIG_DIR", str(tmp_path))
+    (tmp_path / "config.toml").write_text("context = 768\n")
+    assert planned_context(capsys) == 768
+    monkeypatch.setenv("UMA_CONTEXT", "512")
+    assert planned_context(capsys) == 512
+    assert planned_context(capsys, "--context", "256") == 256
 
 
-def test_dashes_become_underscores_in_the_variable() -> None:
-    environ = {"UMA_PREFILL_STEP_SIZE": "512"}
-    got = setting("prefill-step-size", None, 2048, int, config={}, environ=environ)
-    assert got == Setting(512, "UMA_PREFILL_STEP_SIZE")
+def test_an_empty_variable_counts_as_unset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UMA_CONFIG_DIR", str(tmp_path))
+    (tmp_path / "config.toml").write_text("context = 768\n")
+    monkeypatch.setenv("UMA_CONTEXT", "")
+    assert planned_context(capsys) == 768
 
 
-def test_a_value_that_cannot_be_read_names_its_origin() -> None:
-    for config, environ, origin in (
-        ({}, {"UMA_BUDGET": "24"}, "UMA_BUDGET"),
-        ({"budget": "24"}, {}, r"config\.toml"),
-    ):
-        with pytest.raises(UsageError, match=rf"{origin}, budget: '24' is not a size"):
-            setting("budget", None, 0, parse_bytes, config=config, environ=environ)
+def test_a_value_that_cannot_be_read_names_its_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UMA_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setenv("UMA_BUDGET", "24")
+    assert main(["run", "llama-3-8b", "--dry-run"]) == 2
+    assert "--budget: '24' is not a size" in capsys.readouterr().err
+
+
+def test_an_unknown_setting_of_the_file_lists_the_known_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UMA_CONFIG_DIR", str(tmp_path))
+    (tmp_path / "config.toml").write_text("contxt = 768\n")
+    assert main(["run", "llama-3-8b", "--dry-run"]) == 2
+    assert "unknown setting 'contxt'; known: adapter-path" in capsys.readouterr().err
 
 
 def test_the_file_is_read_with_either_spelling_of_a_name(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text('budget = "24GiB"\nprefill_step_size = 512\nno-wire = true\n')
-    config = read_config(file, KNOWN)
-    assert config == {"budget": "24GiB", "prefill-step-size": "512", "no-wire": "true"}
-    assert setting("budget", None, 0, parse_bytes, config=config, environ={}).value == 24 * GIB
-    assert setting("no-wire", None, False, parse_switch, config=config, environ={}).value is True
+    expected = {"budget": "24GiB", "prefill_step_size": "512", "no_wire": "true"}
+    assert read_config(file, KNOWN) == expected
 
 
 def test_no_file_means_no_settings(tmp_path: Path) -> None:
@@ -70,13 +86,6 @@ def test_a_bad_file_is_a_usage_error(tmp_path: Path, text: str, message: str) ->
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(UsageError, match=message):
         read_config(file, KNOWN)
-
-
-def test_a_switch_is_read_as_people_write_it() -> None:
-    assert [parse_switch(word) for word in ("1", "Yes", "on", "TRUE")] == [True] * 4
-    assert [parse_switch(word) for word in ("0", "no", "OFF", "false")] == [False] * 4
-    with pytest.raises(ValueError, match="neither on nor off"):
-        parse_switch("maybe")
 
 
 def test_folders_follow_their_variables_and_are_not_made(

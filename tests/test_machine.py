@@ -310,15 +310,22 @@ def test_the_pool_gives_way_where_the_budget_ends() -> None:  # D2, D4
         assert mlx_limits(peak, MIB, budget, machine).cache_limit_bytes == int(pool * MIB)
 
 
-def test_evaluation_waits_one_output_below_the_peak_but_above_the_weights() -> None:
+@pytest.mark.parametrize(
+    ("budget_gib", "largest_output_gib", "limit_gib"),
+    [
+        (40, 1, 10),  # room for one output above the peak: wait at the peak
+        (11, 1, 9),  # none: wait one output below it
+        (11, 3, 8),  # never below the weights
+    ],
+)
+def test_evaluation_waits_at_the_peak_or_one_output_below_it_where_the_budget_is_tight(
+    budget_gib: int, largest_output_gib: int, limit_gib: int
+) -> None:
     machine = mac(64)
-    budget = budget_of(machine)
-    assert mlx_limits(
-        10 * GIB, 8 * GIB, budget, machine, largest_output_bytes=GIB
-    ).memory_limit_bytes == (9 * GIB)
-    assert mlx_limits(
-        10 * GIB, 8 * GIB, budget, machine, largest_output_bytes=3 * GIB
-    ).memory_limit_bytes == (8 * GIB)
+    budget = budget_of(machine, user_budget_bytes=budget_gib * GIB)
+    output = largest_output_gib * GIB
+    limits = mlx_limits(10 * GIB, 8 * GIB, budget, machine, largest_output_bytes=output)
+    assert limits.memory_limit_bytes == limit_gib * GIB
 
 
 def test_the_memory_limit_of_a_small_mac_stays_below_its_memory() -> None:  # A9

@@ -1,4 +1,4 @@
-"""A planned run, held: exact terms to the byte, the rest within their bounds, for every cache kind."""
+"""A planned run for every cache kind: exact terms to the byte, the rest within their bounds."""
 
 from pathlib import Path
 

@@ -136,6 +136,8 @@ def _read_header(file: BinaryIO, what: str) -> Header:
 
 
 def _metadata(value: Any, what: str) -> dict[str, str]:
+    if value is None:  # written by mlx 0.32.4, save_safetensors, without metadata
+        return {}
     if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
         raise CheckpointError(f"{what}: __metadata__ must map strings to strings")
     return value

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         # The reader of the pipe left: nothing to tell, and nowhere to tell it.
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         return 1
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 1

@@ -19,6 +19,13 @@ def size_option(text: str | None, name: str) -> int | None:
         raise UsageError(f"{name}: {error}") from None
 
 
+def complete_model(start: str) -> list[str]:
+    """Names of the catalog that begin with ``start``, for the shell's completion."""
+    from uma.catalog import models, short_name
+
+    return [name for name in map(short_name, models()) if name.startswith(start)]
+
+
 def positive(name: str) -> Callable[[int | None], int | None]:
     """A check that an integer option is at least 1."""
 
@@ -35,11 +42,18 @@ Model = Annotated[
     typer.Argument(
         metavar="[MODEL]",
         show_default=False,
+        autocompletion=complete_model,
         help="A folder, a .gguf file, a hub repository, or a name such as llama-3-70b.",
     ),
 ]
 ModelOption = Annotated[
-    str | None, typer.Option("--model", "-m", help="The model, instead of the first argument.")
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        autocompletion=complete_model,
+        help="The model, instead of the first argument.",
+    ),
 ]
 Bits = Annotated[
     int | None,

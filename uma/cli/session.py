@@ -13,6 +13,8 @@ from uma.errors import RuntimeUnavailable, Unconfirmed, UsageError
 from uma.units import format_gib
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from uma.checkpoint.source import ModelSource
     from uma.machine import Machine
     from uma.memory.term import MemoryTerm
@@ -47,6 +49,8 @@ def ready(chosen: RunOptions, command: str = "uma run") -> Iterator[Ready]:
     source = on_disk(chosen, source)
     draft = None if chosen.draft_model is None else draft_source(chosen)
     extra = () if draft is None else draft_terms(chosen, draft, machine)
+    if chosen.adapter_path is not None:
+        extra = (*extra, adapter_term(chosen.adapter_path))
     planned = plan_of(chosen, source, machine, extra, timed=True)
     require_fit(chosen, planned)
     tell_plan(chosen, planned)
@@ -194,6 +198,19 @@ def converted(chosen: RunOptions, source: "ModelSource") -> "ModelSource":
             progress=show,
         )
     return replace(locate(str(folder)), name=source.name, kind=source.kind)
+
+
+def adapter_term(folder: "Path") -> "MemoryTerm":
+    """The bytes of an adapter, from the header of its file.
+
+    Raises:
+        CheckpointError: If there is none, or it is malformed.
+    """
+    from uma.checkpoint.safetensors import read_header
+    from uma.memory.term import MemoryTerm
+
+    header = read_header(folder / "adapters.safetensors")
+    return MemoryTerm("adapters", header.size_bytes, "exact", "safetensors header")
 
 
 def draft_source(chosen: RunOptions) -> "ModelSource":

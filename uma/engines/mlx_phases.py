@@ -115,7 +115,11 @@ def chunks(workload: Inference) -> list[tuple[int, int, int]]:
 
 
 def prefill(generation: Generation) -> Moment:
-    """The chunk of the prompt that needs most."""
+    """The most that a chunk of the prompt needs.
+
+    The caches are the largest that stand after a chunk, and the temporaries what the chunk that
+    needs most holds above them: that may be another one, where sliding caches shrink.
+    """
     workload = generation.workload
     traces = {
         cache: trace(cache, workload.longest_prompt_tokens, workload.prefill_step_size)
@@ -126,11 +130,16 @@ def prefill(generation: Generation) -> Moment:
         _chunk(generation, traces, index, generation.call(tokens, cached))
         for index, tokens, cached in chunks(workload)
     ]
-    return max(moments, key=lambda moment: moment.total)
+    most = max(moments, key=lambda moment: moment.total)
+    cache = max(moment.cache_bytes for moment in moments)
+    activations = most.total - cache - most.transient.attention
+    if activations >= 0:
+        return Moment(cache, replace(most.transient, activations=activations))
+    return Moment(cache, Transient(0, most.total - cache))
 
 
 def _chunk(
-    generation: Generation, traces: dict[TokenCache, list[Slots]], index: int, call: Call
+    generation: Generation, traces: dict[TokenCache, tuple[Slots, ...]], index: int, call: Call
 ) -> Moment:
     after: dict[int, int] = {}
     grown: dict[int, int] = {}
@@ -146,7 +155,7 @@ def _chunk(
     return Moment(sum(after.values()), transient + Transient(held))
 
 
-def _unquantized(generation: Generation, traces: dict[TokenCache, list[Slots]]) -> int:
+def _unquantized(generation: Generation, traces: dict[TokenCache, tuple[Slots, ...]]) -> int:
     """The first chunk's caches before they are quantized, which is evaluated last of all."""
     extra = 0
     for caches in generation.caches.values():

@@ -6,6 +6,7 @@ gets is the engine's rule: ``uma.engines.mlx_cache``.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Literal
 
@@ -165,13 +166,14 @@ def decode(cache: TokenCache, state: Slots, tokens: int) -> Slots:
     return state
 
 
-def trace(cache: TokenCache, prompt_tokens: int, prefill_step_size: int) -> list[Slots]:
+@lru_cache(maxsize=64)  # the layers of a model share a few kinds of cache
+def trace(cache: TokenCache, prompt_tokens: int, prefill_step_size: int) -> tuple[Slots, ...]:
     """The cache after each call over the prompt."""
     state, states = Slots(), []
     for tokens in calls(prompt_tokens, prefill_step_size):
         state = update(cache, state, tokens)
         states.append(state)
-    return states
+    return tuple(states)
 
 
 def cache_bytes(

@@ -6,12 +6,12 @@ is stored. On MLX's CPU backend float32 comes first where it is the fast form an
 
 from dataclasses import replace
 
-from uma.architecture.layers import Architecture
+from uma.architecture.layers import Architecture, parameters
 from uma.checkpoint.safetensors import Header
 from uma.checkpoint.source import ModelSource
 from uma.errors import UsageError
 from uma.memory.term import MemoryTerm
-from uma.memory.weights import parameter_bytes, parameters, weight_bytes
+from uma.memory.weights import parameter_bytes, weight_bytes
 from uma.plan.inference import Form
 from uma.quantization import (
     DTYPE_BYTES,
@@ -47,7 +47,7 @@ def forms_of(
     if stored is not None:
         wanted = quantization_for(bits, mode, group_size) if asked else None
         form = _stored_form(source, architecture, stored, wanted, bits)
-    elif not asked and source.kind in ("mlx", "gguf", "default"):
+    elif not asked and _made_for_mlx(source):
         form = _full_form(source, architecture)
     else:
         wanted = quantization_for(bits or (None if mode else DEFAULT_BITS), mode, group_size)
@@ -61,6 +61,12 @@ def forms_of(
     scaled = _float32_scales_form(architecture, form, stored)
     packed = form.quantization or stored
     return (_float32_form(architecture, form, packed), *([scaled] if scaled else []), form)
+
+
+def _made_for_mlx(source: ModelSource) -> bool:
+    """Whether somebody chose the form of these weights: it is kept unless another one is asked."""
+    converted = source.kind in ("mlx", "gguf", "default")
+    return converted or any(h.metadata.get("format") == "mlx" for h in source.headers)
 
 
 def _stored_form(

@@ -1,6 +1,6 @@
 """The plan of one run: form of the weights, context, prefill step, ledger, verdict."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -92,6 +92,15 @@ class _Case:
         )
         return (*terms, *self.form.load_terms, *self.extra)
 
+    def size_of(self, size: Callable[..., int], workload: Inference) -> int:
+        return size(
+            self.architecture,
+            self.form.weights,
+            workload,
+            backend=self.machine.backend,
+            activation_bytes=self.form.activation_bytes,
+        )
+
     def peak_bytes(self, workload: Inference) -> int:
         return peak(self.terms(workload))[1]
 
@@ -160,7 +169,7 @@ def _finished(
     if cache_limit is None:
         cache_limit = cache_limit_bytes(active_peak_bytes, budget, case.machine)
     pool_bytes = min(cache_limit, _freed_bytes(terms))
-    pool = MemoryTerm("buffer_pool", pool_bytes, "bound", "freed temporaries, at most the limit set")
+    pool = MemoryTerm("buffer_pool", pool_bytes, "bound", "freed temporaries, within a limit set")
     # The pool is what the budget has left over: it never decides whether a run fits.
     ledger = Ledger(
         (*terms, pool),
@@ -168,11 +177,6 @@ def _finished(
         budget.limit_bytes,
         verdict(active_peak_bytes, budget),
     )
-    asked = (case.architecture, case.form.weights, workload)
-    widths = {
-        "backend": case.machine.backend,
-        "activation_bytes": case.form.activation_bytes,
-    }
     return InferencePlan(
         case.architecture,
         case.machine,
@@ -181,8 +185,8 @@ def _finished(
         budget,
         ledger,
         active_peak_bytes,
-        mlx.largest_buffer_bytes(*asked, **widths),
-        mlx.largest_output_bytes(*asked, **widths),
+        case.size_of(mlx.largest_buffer_bytes, workload),
+        case.size_of(mlx.largest_output_bytes, workload),
         notes,
     )
 

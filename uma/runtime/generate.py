@@ -129,7 +129,8 @@ def generate(
         mx.random.seed(settings.sampling.seed)
     threads = openblas_threads()
     with interruptible() as interrupted, _tidy(run):
-        threads.before_prompt(_small_product)
+        threads.choose(_small_product)
+        mx.clear_cache()
         notify("prefill")
 
         def progress(done: int, total: int) -> None:
@@ -143,7 +144,7 @@ def generate(
             for token, logprobs, from_draft in steps:
                 if not answer.tokens:
                     notify("decode")
-                threads.after_token()
+                threads.after_token(_small_product)
                 yield from run.add(token, logprobs, from_draft)
                 if answer.finish_reason is not None:
                     break
@@ -155,8 +156,11 @@ def generate(
 
 
 def _small_product() -> None:
-    x = mx.ones((64, 512))
-    mx.eval(x @ mx.ones((512, 512)))
+    """A millisecond of work for one thread, once the step under way has ended."""
+    from mlx_lm.generate import generation_stream
+
+    mx.synchronize(generation_stream)
+    mx.eval(mx.ones((64, 512)) @ mx.ones((512, 1024)))
 
 
 def generation_limit(prompt_tokens: int, context_tokens: int, max_tokens: int | None) -> int:
@@ -253,8 +257,8 @@ class _Run:
 
     def prefilled(self, done: int, total: int) -> None:
         self.processed = done
-        if done >= total - 1 and not self.prefill_cache_bytes:
-            self.prefill_cache_bytes = self.cache.nbytes
+        if done < total:
+            self.prefill_cache_bytes = max(self.prefill_cache_bytes, self.cache.nbytes)
 
     def add(self, token: int, logprobs: Any, from_draft: bool) -> Iterator[Piece]:
         self.last = time.perf_counter()

@@ -154,7 +154,8 @@ def _measured(
     session: Session, plan: InferencePlan, caches: Measurements, meter: PhaseMeter
 ) -> Ledger:
     found: Measurements = {
-        ("weights", "always"): session.loaded.weights_bytes,
+        ("weights", "always"): session.loaded.weights_bytes - session.loaded.adapter_bytes,
+        ("adapters", "always"): session.loaded.adapter_bytes,
         ("buffer_pool", "always"): meter.pool_bytes,
         **caches,
     }

@@ -3,19 +3,19 @@
 Its threads wait for each other in a loop. On 2 cores that other programs use as well, a prompt of
 200 tokens ran at 8 tokens/s with two threads and at 134 with one (SmolLM2-135M in float32), the
 answer at 0.8 and 5; on idle cores two are faster. So it is measured, before a prompt and again
-every few tokens.
+between tokens.
 """
 
 import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 from uma.runtime.blas import physical_cores
 
-_TRIAL = 3  # tokens that each choice is timed for
-_PERIOD = 64  # tokens until the choices are compared again; then twice as many, and so on
+_PERIOD = 32  # tokens from one comparison to the next: 10 ms beside more than a second
+_SLOW = 2.5  # times the fastest token: other programs have come
 
 
 class Threads:
@@ -24,11 +24,12 @@ class Threads:
     def __init__(self, cores: int, set_threads: Callable[[int], object]) -> None:
         self.cores = cores
         self.set_threads = set_threads
-        self._last = 0.0
-        self._trials = self._compare()
-        next(self._trials)
+        self.current = cores
+        self._tokens = 0
+        self._last = time.perf_counter()
+        self._fastest = float("inf")
 
-    def before_prompt(self, product: Callable[[], object]) -> None:
+    def choose(self, product: Callable[[], object]) -> None:
         """Choose by timing ``product``, a small matrix product: by the slowest of four tries."""
         if self.cores == 1:
             return
@@ -37,32 +38,19 @@ class Threads:
             self.set_threads(threads)
             product()
             slowest[threads] = max(_seconds(product) for _ in range(4))
-        self.set_threads(min(slowest, key=slowest.__getitem__))
+        self.current = min(slowest, key=slowest.__getitem__)
+        self.set_threads(self.current)
+        self._last = time.perf_counter()
 
-    def after_token(self) -> None:
-        """Note that a token is there; now and then the next few try the other choice."""
+    def after_token(self, product: Callable[[], object]) -> None:
+        """Note that a token is there; choose again now and then, and when it took long."""
         now = time.perf_counter()
         took, self._last = now - self._last, now
-        if self.cores > 1:
-            self._trials.send(took)
-
-    def _compare(self) -> Generator[None, float, None]:
-        """Takes the seconds of each token."""
-        period = _PERIOD
-        yield
-        while True:
-            seconds = {1: 0.0, self.cores: 0.0}
-            for threads in seconds:
-                self.set_threads(threads)
-                yield  # this token was begun before the change
-                for _ in range(_TRIAL):
-                    seconds[threads] += yield
-                    if seconds[threads] > seconds[1]:
-                        break
-            self.set_threads(min(seconds, key=seconds.__getitem__))
-            for _ in range(period):
-                yield
-            period *= 2
+        self._tokens += 1
+        slow = self.current > 1 and took > _SLOW * self._fastest
+        self._fastest = min(self._fastest, took)
+        if slow or self._tokens % _PERIOD == 0:
+            self.choose(product)
 
 
 def openblas_threads() -> Threads:
