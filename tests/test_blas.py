@@ -13,7 +13,7 @@ if sys.platform != "linux":
     pytest.skip("MLX has Accelerate elsewhere", allow_module_level=True)
 
 from uma.runtime.blas import with_soname
-from uma.runtime.threads import Threads, openblas_threads
+from uma.runtime.threads import choose_threads, set_faster
 
 PROGRAM = """
 import json, sys, time
@@ -143,37 +143,13 @@ def test_the_faster_number_of_threads_is_used(
     seconds: dict[int, float], best: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = Pretend(monkeypatch, seconds)
-    threads = Threads(4, library.set_threads)
-    threads.choose(library.run)
+    set_faster(library.set_threads, 4, library.run)
     assert library.threads == best
-
-
-def test_a_change_of_load_is_noticed_at_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Pretend(monkeypatch, {1: 3.0, 4: 1.0})
-    threads = Threads(4, library.set_threads)
-    threads.choose(library.run)
-    chosen = []
-    for i in range(150):
-        if i in (20, 70):  # others come, and go
-            library.seconds = {1: 3.0, 4: 100.0 if i == 20 else 1.0}
-        library.run()
-        threads.after_token(library.run)
-        chosen.append(library.threads)
-    assert set(chosen[:20]) == {4}
-    assert set(chosen[20:70]) == {1}
-    assert set(chosen[96:]) == {4}  # found out within 32 tokens
-
-
-def test_one_core_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Pretend(monkeypatch, {})
-    threads = Threads(1, library.set_threads)
-    threads.choose(library.run)
-    for _ in range(40):
-        threads.after_token(library.run)
-    assert library.used == []
 
 
 @needs_openblas
 def test_the_users_number_of_threads_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
-    assert openblas_threads().cores == 1
+    ran: list[int] = []
+    choose_threads(lambda: ran.append(1))
+    assert ran == []

@@ -23,7 +23,7 @@ from uma.runtime.cache import (
 )
 from uma.runtime.interrupt import Torn, interruptible
 from uma.runtime.load import LoadedModel
-from uma.runtime.threads import openblas_threads
+from uma.runtime.threads import choose_threads
 from uma.workload import DEFAULT_PREFILL_STEP_SIZE
 
 Phase = Literal["prefill", "decode", "end"]
@@ -127,9 +127,8 @@ def generate(
     run = _Run(loaded, answer, cache, settings, draft, _reuse(cache, draft, prompt_tokens))
     if settings.sampling.seed is not None:
         mx.random.seed(settings.sampling.seed)
-    threads = openblas_threads()
     with interruptible() as interrupted, _tidy(run):
-        threads.choose(_small_product)
+        choose_threads(_small_product)
         mx.clear_cache()
         notify("prefill")
 
@@ -144,7 +143,6 @@ def generate(
             for token, logprobs, from_draft in steps:
                 if not answer.tokens:
                     notify("decode")
-                threads.after_token(_small_product)
                 yield from run.add(token, logprobs, from_draft)
                 if answer.finish_reason is not None:
                     break
