@@ -45,12 +45,18 @@ def test_what_was_not_measured_is_null_in_the_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("basis", "measured", "shown"), [("exact", 900, "+11.1 %"), ("bound", 150, "within")]
+    ("name", "basis", "measured", "shown"),
+    [
+        ("weights", "exact", 800, "+25.0 %"),
+        ("activations", "bound", 150, "within"),
+        ("activations", "bound", 320, "-10.0 % of peak"),
+    ],
 )
-def test_an_error_is_shown_unless_the_term_is_a_bound_that_held(
-    basis: str, measured: int, shown: str
+def test_an_exact_term_shows_its_error_and_a_bound_whether_it_held(
+    name: str, basis: str, measured: int, shown: str
 ) -> None:
-    size = 1000 if basis == "exact" else 200
-    only = (term("weights", size, "prefill", basis),)
-    text = ledger_text(Ledger(only, 1, 1, "fits", {("weights", "prefill"): measured}))
-    assert shown in text.splitlines()[1]
+    terms = (term("weights", 1000), term("activations", 200, "prefill", "bound"))
+    phase = "always" if name == "weights" else "prefill"
+    text = ledger_text(Ledger(terms, 1, 1, "fits", {(name, phase): measured}))
+    row = next(line for line in text.splitlines() if line.startswith(name))
+    assert shown in row

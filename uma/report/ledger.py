@@ -40,7 +40,7 @@ def _row(ledger: Ledger, term: MemoryTerm, measured: bool) -> list[str]:
     got = ledger.measured.get((term.name, term.phase))
     cells = [term.name, term.phase, format_gib(term.size_bytes)]
     if measured:
-        cells += ["" if got is None else format_gib(got), _error(term.size_bytes, got, term.basis)]
+        cells += ["" if got is None else format_gib(got), _error(ledger, term, got)]
     return [*cells, f"{term.basis}: {term.source}"]
 
 
@@ -49,13 +49,23 @@ def _peak_row(ledger: Ledger, measured: bool) -> list[str]:
     cells = ["peak", phase, format_gib(size_bytes)]
     if measured:
         got = ledger.measured_peak_bytes
-        cells += ["" if got is None else format_gib(got), _error(size_bytes, got, "")]
+        cells += [
+            "" if got is None else format_gib(got),
+            "" if got is None else _off(size_bytes, got),
+        ]
     return [*cells, "sum of the phase that needs most"]
 
 
-def _error(predicted: int, got: int | None, basis: str) -> str:
+def _error(ledger: Ledger, term: MemoryTerm, got: int | None) -> str:
+    """How far an exact term is off; of a bound, by how much of the peak it was passed."""
     if got is None:
         return ""
-    if basis == "bound" and got <= predicted:
+    if term.basis == "exact":
+        return _off(term.size_bytes, got)
+    if got <= term.size_bytes:
         return "within"
-    return percent((predicted - got) / got) if got else ""
+    return f"{percent((term.size_bytes - got) / ledger.predicted_peak_bytes)} of peak"
+
+
+def _off(predicted: int, got: int) -> str:
+    return percent((predicted - got) / got) if got else percent(float(predicted > 0))

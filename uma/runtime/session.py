@@ -52,14 +52,7 @@ def open_session(
     progress: Progress | None = None,
 ) -> Iterator[Session]:
     """Load the model of ``folder`` as ``plan`` says, within limits that end with the block."""
-    limits = mlx_limits(
-        plan.active_peak_bytes,
-        plan.form.weights.size_bytes,
-        plan.budget,
-        plan.machine,
-        wire=wire,
-        largest_output_bytes=plan.largest_output_bytes,
-    )
+    limits = _limits(plan, wire=wire)
     with memory_limits(
         wired=limits.wired_limit_bytes,
         cache=limits.cache_limit_bytes,
@@ -85,6 +78,17 @@ def open_session(
         yield Session(plan, limits, loaded, cache, draft, load_s, load_peak)
 
 
+def _limits(plan: InferencePlan, *, wire: bool) -> Limits:
+    return mlx_limits(
+        plan.active_peak_bytes,
+        plan.form.weights.size_bytes,
+        plan.budget,
+        plan.machine,
+        wire=wire,
+        largest_output_bytes=plan.largest_output_bytes,
+    )
+
+
 def _cache(plan: InferencePlan, loaded: LoadedModel, *, draft: bool = False) -> PromptCache:
     workload = plan.workload
     return prompt_cache(
@@ -102,21 +106,39 @@ def answer(
     measured: Measured,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Iterator[Piece]:
-    """The pieces of one answer; ``measured`` has its statistics and peaks afterwards."""
+    """The pieces of one answer; ``measured`` has its statistics and peaks afterwards.
+
+    MLX's memory limit is that of this prompt, which is mostly shorter than what was planned for:
+    evaluation would run as far ahead as the limit lets it.
+    """
+    plan = session.plan
+    longest = len(prompt_tokens) + (settings.max_tokens or plan.workload.context_tokens)
+    asked = with_tokens(plan, len(prompt_tokens), min(longest, plan.workload.context_tokens))
     try:
-        for piece in generate(
-            session.loaded,
-            prompt_tokens,
-            session.cache,
-            settings,
-            draft=session.draft,
-            on_prefill=on_prefill,
-            on_phase=measured_by(measured.meter),
-        ):
-            measured.stats = piece.stats or measured.stats
-            yield piece
+        with memory_limits(memory=_limits(asked, wire=False).memory_limit_bytes):
+            yield from _answer(session, prompt_tokens, settings, measured, on_prefill)
     finally:
         measured.meter.finish()
+
+
+def _answer(
+    session: Session,
+    prompt_tokens: list[int],
+    settings: Settings,
+    measured: Measured,
+    on_prefill: Callable[[int, int], None] | None,
+) -> Iterator[Piece]:
+    for piece in generate(
+        session.loaded,
+        prompt_tokens,
+        session.cache,
+        settings,
+        draft=session.draft,
+        on_prefill=on_prefill,
+        on_phase=measured_by(measured.meter),
+    ):
+        measured.stats = piece.stats or measured.stats
+        yield piece
 
 
 def measured_ledger(session: Session, measured: Measured) -> Ledger:
