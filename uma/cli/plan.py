@@ -5,15 +5,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from uma.cli.progress import say
-from uma.errors import DoesNotFit, UnsupportedModel
+from uma.errors import DoesNotFit, UnsupportedModel, UsageError
 
 if TYPE_CHECKING:
     from uma.architecture.layers import Architecture
     from uma.checkpoint.source import ModelSource
     from uma.cli.run import RunOptions, Server
     from uma.machine import Machine
-    from uma.memory.term import MemoryTerm
-    from uma.plan.inference import Form, InferencePlan, Request
+    from uma.plan.inference import Beside, Form, InferencePlan, Request
     from uma.quantization import Quantization
 
 
@@ -107,7 +106,7 @@ def plan_of(
     chosen: "RunOptions",
     source: "ModelSource",
     machine: "Machine",
-    extra: "tuple[MemoryTerm, ...]" = (),
+    beside: "Beside | None" = None,
     timed: bool = False,
 ) -> Planned:
     """The plan for a source whose config is known.
@@ -117,7 +116,7 @@ def plan_of(
     """
     from uma.architecture import architecture_from_config
     from uma.plan.forms import forms_of
-    from uma.plan.inference import plan_inference
+    from uma.plan.inference import NOTHING_BESIDE, plan_inference
 
     if source.config is None:
         raise UnsupportedModel(f"{source.name}: its configuration is not known")
@@ -138,8 +137,29 @@ def plan_of(
         forms = forms[:1]
     elif timed and len(forms) > 1:
         forms = by_speed(forms, architecture, source.config)
-    plan = plan_inference(architecture, forms, request_of(chosen), machine, extra)
+    require_kv_bits(chosen, architecture)
+    plan = plan_inference(
+        architecture, forms, request_of(chosen), machine, beside or NOTHING_BESIDE
+    )
     return Planned(source, plan)
+
+
+def require_kv_bits(chosen: "RunOptions", architecture: "Architecture") -> None:
+    """Refuse ``--kv-bits`` that no layer's cache can have, before anything is loaded.
+
+    Raises:
+        UsageError: If the width is none that packs, or the group divides no head.
+    """
+    from uma.engines.mlx_cache import KV_BITS, kv_quantization
+
+    if chosen.kv_bits is None:
+        return
+    if chosen.kv_bits not in KV_BITS:
+        raise UsageError(f"--kv-bits {chosen.kv_bits}: allowed are {', '.join(map(str, KV_BITS))}")
+    able = kv_quantization(architecture, chosen.kv_group_size)
+    if not able.layers:
+        reasons = "; ".join(sorted(set(able.kept.values())))
+        raise UsageError(f"--kv-bits: no layer of this model can be quantized ({reasons})")
 
 
 def is_gguf(source: "ModelSource") -> bool:
@@ -176,7 +196,13 @@ def does_not_fit(planned: Planned) -> DoesNotFit:
         f"{planned.source.name} needs {format_gib(plan.active_peak_bytes)} for "
         f"{plan.workload.context_tokens:,} tokens of context; "
     )
-    if plan.budget.user_bytes is not None and plan.active_peak_bytes > plan.budget.user_bytes:
+    most = plan.machine.max_buffer_bytes
+    if most is not None and plan.largest_buffer_bytes > most:
+        line += (
+            f"its largest array takes {format_gib(plan.largest_buffer_bytes)}, and the device "
+            f"allows {format_gib(most)}"
+        )
+    elif plan.budget.user_bytes is not None and plan.active_peak_bytes > plan.budget.user_bytes:
         line += f"your budget is {format_gib(plan.budget.user_bytes)}"
     else:
         line += f"the limit is {format_gib(plan.budget.limit_bytes)} ({plan.machine.limit_source})"

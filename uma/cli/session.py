@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from uma.checkpoint.source import ModelSource
     from uma.machine import Machine
     from uma.memory.term import MemoryTerm
+    from uma.plan.inference import Draft
     from uma.runtime.session import Session
 
 
@@ -39,6 +40,7 @@ def ready(chosen: RunOptions, command: str = "uma run") -> Iterator[Ready]:
     """
     blas = require_mlx(chosen.quiet)
     from uma.paths import state_folder
+    from uma.plan.inference import Beside
     from uma.runtime.session import open_session
     from uma.system.lock import heavy_command
 
@@ -48,10 +50,11 @@ def ready(chosen: RunOptions, command: str = "uma run") -> Iterator[Ready]:
         require_fit(chosen, plan_of(chosen, source, machine))
     source = on_disk(chosen, source)
     draft = None if chosen.draft_model is None else draft_source(chosen)
-    extra = () if draft is None else draft_terms(chosen, draft, machine)
-    if chosen.adapter_path is not None:
-        extra = (*extra, adapter_term(chosen.adapter_path))
-    planned = plan_of(chosen, source, machine, extra, timed=True)
+    beside = Beside(
+        draft=None if draft is None else planned_draft(chosen, draft, machine),
+        adapters=None if chosen.adapter_path is None else adapter_term(chosen.adapter_path),
+    )
+    planned = plan_of(chosen, source, machine, beside, timed=True)
     require_fit(chosen, planned)
     tell_plan(chosen, planned)
     with (
@@ -217,15 +220,13 @@ def draft_source(chosen: RunOptions) -> "ModelSource":
     return on_disk(chosen, located(replace(chosen, model=chosen.draft_model)))
 
 
-def draft_terms(
-    chosen: RunOptions, draft: "ModelSource", machine: "Machine"
-) -> "tuple[MemoryTerm, ...]":
-    """The draft model's weights and cache as terms of the main model's ledger."""
-    from uma.engines.mlx import draft_terms as terms
+def planned_draft(chosen: RunOptions, draft: "ModelSource", machine: "Machine") -> "Draft":
+    """The draft model in the form that is fast here, whatever room is left."""
+    from uma.plan.inference import Draft
 
-    planned = plan_of(replace(chosen, kv_bits=None, dequantize="never"), draft, machine)
-    plan = planned.plan
-    return terms(plan.architecture, plan.form.weights, plan.workload)
+    plain = replace(chosen, kv_bits=None, budget_bytes=None, context=None)
+    plan = plan_of(plain, draft, machine, timed=True).plan
+    return Draft(plan.architecture, plan.form)
 
 
 def tell_plan(chosen: RunOptions, planned: Planned) -> None:

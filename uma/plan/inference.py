@@ -40,6 +40,38 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """A draft model for speculative decoding, and the form that its weights are held in."""
+
+    architecture: Architecture
+    form: Form
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What is held beside the model: a draft model, an adapter."""
+
+    draft: Draft | None = None
+    adapters: MemoryTerm | None = None
+
+    def terms(self, workload: Inference) -> tuple[MemoryTerm, ...]:
+        terms = () if self.adapters is None else (self.adapters,)
+        if self.draft is None:
+            return terms
+        form = self.draft.form
+        draft = mlx.draft_terms(
+            self.draft.architecture,
+            form.weights,
+            workload,
+            activation_bytes=form.activation_bytes,
+        )
+        return (*terms, *draft)
+
+
+NOTHING_BESIDE = Beside()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What is asked; ``None`` leaves a choice to the plan."""
 
@@ -66,6 +98,7 @@ class InferencePlan:
     active_peak_bytes: int
     largest_buffer_bytes: int
     largest_output_bytes: int
+    beside: Beside = NOTHING_BESIDE
     notes: tuple[str, ...] = ()
 
     @property
@@ -80,7 +113,7 @@ class _Case:
     architecture: Architecture
     form: Form
     machine: Machine
-    extra: tuple[MemoryTerm, ...]
+    beside: Beside
 
     def terms(self, workload: Inference) -> tuple[MemoryTerm, ...]:
         terms = mlx.inference_terms(
@@ -90,7 +123,14 @@ class _Case:
             backend=self.machine.backend,
             activation_bytes=self.form.activation_bytes,
         )
-        return (*terms, *self.form.load_terms, *self.extra)
+        return (*terms, *self.form.load_terms, *self.beside.terms(workload))
+
+    def fits(self, workload: Inference, limit_bytes: int) -> bool:
+        """Whether the peak is within ``limit_bytes``, and each array within what the device takes."""
+        most = self.machine.max_buffer_bytes
+        if most is not None and self.size_of(mlx.largest_buffer_bytes, workload) > most:
+            return False
+        return peak(self.terms(workload))[1] <= limit_bytes
 
     def size_of(self, size: Callable[..., int], workload: Inference) -> int:
         return size(
@@ -101,27 +141,23 @@ class _Case:
             activation_bytes=self.form.activation_bytes,
         )
 
-    def peak_bytes(self, workload: Inference) -> int:
-        return peak(self.terms(workload))[1]
-
 
 def plan_inference(
     architecture: Architecture,
     forms: Sequence[Form],
     request: Request,
     machine: Machine,
-    extra: tuple[MemoryTerm, ...] = (),
+    beside: Beside = NOTHING_BESIDE,
 ) -> InferencePlan:
     """The plan with the first of ``forms`` that fits the budget, else with the last.
 
     The context is the asked one, else the smallest of the model's maximum, 32,768, and the largest
     that fits. The prefill step is the asked one or 2,048, halved as often as it takes to fit.
-    ``extra`` are terms beside the model's own, such as a draft model's.
     """
     budget = budget_of(
         machine, user_budget_bytes=request.budget_bytes, reserve_bytes=request.reserve_bytes
     )
-    *preferred, last = [_Case(architecture, form, machine, extra) for form in forms]
+    *preferred, last = [_Case(architecture, form, machine, beside) for form in forms]
     for case in preferred:
         plan = _plan(case, request, budget)
         if plan.verdict == "fits":
@@ -131,15 +167,10 @@ def plan_inference(
 
 def with_tokens(plan: InferencePlan, prompt_tokens: int, context_tokens: int) -> InferencePlan:
     """The same plan for the tokens that a run really used."""
-    case = _Case(plan.architecture, plan.form, plan.machine, _extra_terms(plan))
+    case = _Case(plan.architecture, plan.form, plan.machine, plan.beside)
     workload = replace(plan.workload, prompt_tokens=prompt_tokens, context_tokens=context_tokens)
     limit_bytes = next(t.size_bytes for t in plan.ledger.terms if t.name == "buffer_pool")
     return _finished(case, workload, plan.budget, plan.notes, limit_bytes)
-
-
-def _extra_terms(plan: InferencePlan) -> tuple[MemoryTerm, ...]:
-    names = ("draft_weights", "draft_kv_cache", "saved_prompts", "adapters")
-    return tuple(t for t in plan.ledger.terms if t.name in names)
 
 
 def _plan(case: _Case, request: Request, budget: Budget) -> InferencePlan:
@@ -170,24 +201,23 @@ def _finished(
         cache_limit = cache_limit_bytes(active_peak_bytes, budget, case.machine)
     pool_bytes = min(cache_limit, _freed_bytes(terms))
     pool = MemoryTerm("buffer_pool", pool_bytes, "bound", "freed temporaries, within a limit set")
+    largest_buffer_bytes = case.size_of(mlx.largest_buffer_bytes, workload)
     # The pool is what the budget has left over: it never decides whether a run fits.
-    ledger = Ledger(
-        (*terms, pool),
-        budget.budget_bytes,
-        budget.limit_bytes,
-        verdict(active_peak_bytes, budget),
-    )
+    found = verdict(active_peak_bytes, budget)
+    if largest_buffer_bytes > (case.machine.max_buffer_bytes or largest_buffer_bytes):
+        found = "exceeds"
     return InferencePlan(
-        case.architecture,
-        case.machine,
-        case.form,
-        workload,
-        budget,
-        ledger,
-        active_peak_bytes,
-        case.size_of(mlx.largest_buffer_bytes, workload),
-        case.size_of(mlx.largest_output_bytes, workload),
-        notes,
+        architecture=case.architecture,
+        machine=case.machine,
+        form=case.form,
+        workload=workload,
+        budget=budget,
+        ledger=Ledger((*terms, pool), budget.budget_bytes, budget.limit_bytes, found),
+        active_peak_bytes=active_peak_bytes,
+        largest_buffer_bytes=largest_buffer_bytes,
+        largest_output_bytes=case.size_of(mlx.largest_output_bytes, workload),
+        beside=case.beside,
+        notes=notes,
     )
 
 
@@ -212,21 +242,19 @@ def _decided(case: _Case, request: Request, budget: Budget) -> Inference:
     )
     asked_step = request.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
     candidates = [replace(wanted, prefill_step_size=step) for step in _halvings(asked_step)]
-    limits = [budget.budget_bytes]
-    if not budget.user:
-        limits.append(budget.limit_bytes)
-    for limit_bytes in limits:
+    ceiling = min(budget.limit_bytes, budget.user_bytes or budget.limit_bytes)
+    for limit_bytes in (budget.budget_bytes, ceiling):
         if case.form.weights.size_bytes > limit_bytes:
             continue
         for workload in candidates:
-            if case.peak_bytes(workload) <= limit_bytes:
+            if case.fits(workload, limit_bytes):
                 return workload
         if request.context_tokens is None:
             shorter = _shorter(case, candidates, limit_bytes)
             if shorter is not None:
                 return shorter
     # Nothing fits: shown as it was asked, unless a smaller step brings it closest.
-    return candidates[0] if case.form.weights.size_bytes > limits[-1] else candidates[-1]
+    return candidates[0] if case.form.weights.size_bytes > ceiling else candidates[-1]
 
 
 def _halvings(step: int) -> list[int]:
@@ -252,7 +280,7 @@ def _shorter(case: _Case, candidates: Sequence[Inference], limit_bytes: int) -> 
     while low < high:
         middle = (low + high + 1) // 2
         trial = replace(workload, context_tokens=middle * CONTEXT_STEP)
-        if case.peak_bytes(trial) <= limit_bytes:
+        if case.fits(trial, limit_bytes):
             low = middle
         else:
             high = middle - 1

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from uma.ledger import Ledger
-from uma.plan.inference import InferencePlan, with_tokens
+from uma.plan.inference import Form, InferencePlan, with_tokens
 from uma.plan.limits import Limits, mlx_limits
 from uma.runtime.bench import Bench
 from uma.runtime.cache import PromptCache, prompt_cache
@@ -60,22 +60,29 @@ def open_session(
     ):
         start = time.perf_counter()
         mx.reset_peak_memory()
-        loaded = load(
-            folder,
-            quantization=None if plan.form.kind == "float32" else plan.form.quantization,
-            dequantize_to="float32" if plan.form.kind == "float32" else None,
-            dtype="float32" if plan.form.kind == "float32_scales" else None,
-            adapter_path=adapter_path,
-            progress=progress,
-        )
+        loaded = _load(plan.form, folder, adapter_path, progress)
         cache = _cache(plan, loaded)
         draft = None
         if draft_folder is not None:
-            draft_loaded = load(draft_folder)
+            assert plan.beside.draft is not None
+            draft_loaded = _load(plan.beside.draft.form, draft_folder)
             draft = Draft(draft_loaded, _cache(plan, draft_loaded, draft=True))
         mx.clear_cache()
         load_s, load_peak = time.perf_counter() - start, mx.get_peak_memory()
         yield Session(plan, limits, loaded, cache, draft, load_s, load_peak)
+
+
+def _load(
+    form: Form, folder: Path, adapter_path: Path | None = None, progress: Progress | None = None
+) -> LoadedModel:
+    return load(
+        folder,
+        quantization=None if form.kind == "float32" else form.quantization,
+        dequantize_to="float32" if form.kind == "float32" else None,
+        dtype="float32" if form.kind == "float32_scales" else None,
+        adapter_path=adapter_path,
+        progress=progress,
+    )
 
 
 def _limits(plan: InferencePlan, *, wire: bool) -> Limits:
@@ -156,6 +163,9 @@ def measured_ledger(session: Session, measured: Measured) -> Ledger:
             ("kv_cache", "decode"): stats.cache_bytes - state,
             ("recurrent_state", "always"): state,
         }
+        if session.draft is not None:
+            caches["draft_weights", "always"] = session.draft.loaded.weights_bytes
+            caches["draft_kv_cache", "decode"] = session.draft.cache.nbytes
     return _measured(session, plan, caches, measured.meter)
 
 
