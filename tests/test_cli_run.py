@@ -207,6 +207,42 @@ def test_an_uncached_repository_without_network_says_what_was_tried(home: Path) 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "form"),
+    [
+        (["llama-3-8b"], "affine 4/64"),
+        (["llama-3-8b", "--quant", "8bit"], "affine 8/64"),
+        (["llama-3-8b", "--quant", "mxfp4"], "mxfp4 4/32"),
+        (["llama-3-8b", "--bits", "16"], "bfloat16"),
+        (["llama3:8b-q8_0"], "affine 8/64"),
+    ],
+)
+def test_the_asked_format_is_the_planned_one(home: Path, arguments: list[str], form: str) -> None:
+    done = uma(home, *arguments, "--dry-run", "--force", "--json", "--dequantize", "never")
+    assert json.loads(done.stdout)["settings"]["form"] == form
+
+
+def test_a_dry_run_checks_the_draft_model_and_the_adapter_too(home: Path, model: Path) -> None:
+    drafted = document(uma(home, model, "--draft-model", model, "--dry-run", "--json"))
+    assert "draft_weights" in {t["name"] for t in drafted["ledger"]["terms"]}
+    done = uma(home, model, "--adapter-path", home / "none", "--dry-run")
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+@pytest.mark.parametrize("group_size", [0, 48, 96])
+def test_a_cache_group_that_no_head_divides_is_refused_before_loading(
+    home: Path, model: Path, group_size: int
+) -> None:
+    done = uma(home, model, "--kv-bits", 8, "--kv-group-size", group_size, "--dry-run")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--kv-group-size" in done.stderr
+
+
+def test_a_setting_from_outside_gives_way_to_the_argument(home: Path, model: Path) -> None:
+    done = uma(home, model, "Hi", "--max-tokens", 2, UMA_MODEL="llama-3-8b", UMA_STOP="END")
+    assert done.returncode == 0, done.stderr
+
+
 def test_llama_3_70b_is_planned_without_weights_or_network(home: Path) -> None:
     done = uma(home, "--model", "llama-3-70b", "--dry-run", "--json", "--force")
     weights = json.loads(done.stdout)["ledger"]["terms"][0]
@@ -276,7 +312,18 @@ def test_a_reader_that_leaves_ends_the_run_quietly(home: Path, model: Path) -> N
 
 
 def test_the_server_command_names_the_planned_limits(home: Path, model: Path) -> None:
-    done = uma(home, model, "--context", 2048, "--emit", "mlx_lm.server", "--kv-bits", 8)
+    done = uma(
+        home,
+        model,
+        "--context",
+        2048,
+        "--emit",
+        "mlx_lm.server",
+        "--kv-bits",
+        8,
+        "--kv-group-size",
+        32,
+    )
     command = done.stdout.splitlines()[-1].split()
     assert command[:3] == ["mlx_lm.server", "--model", str(model)]
     assert command[command.index("--kv-bits") + 1] == "8"

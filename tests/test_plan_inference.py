@@ -113,8 +113,18 @@ def test_advice_names_only_what_was_tried_and_would_run() -> None:
     plan = planned("llama-3-70b", mac(64, 48), bits=8)
     assert plan.verdict == "exceeds"
     lines = advice(plan, source)
-    assert any(line.startswith("--bits 4 would need") for line in lines)
-    assert planned("llama-3-70b", mac(64, 48), bits=4).verdict in ("fits", "tight")
+    advised = next(line for line in lines if line.startswith("--bits"))
+    bits = int(advised.split()[1])
+    assert 4 <= bits < 8
+    assert planned("llama-3-70b", mac(64, 48), bits=bits).verdict in ("fits", "tight")
+    assert planned("llama-3-70b", mac(64, 48), bits=bits + 1 + (bits == 6)).verdict == "exceeds"
+
+
+def test_a_preferred_form_never_shortens_the_context() -> None:
+    box = Machine("box", "host", "cpu", 32 * GIB, 32 * GIB, "installed memory")
+    plan = planned("llama-3-8b", box)
+    assert (plan.workload.context_tokens, plan.workload.prefill_step_size) == (8192, 2048)
+    assert plan.form.kind != "float32"
 
 
 def test_a_catalog_config_and_its_name_plan_the_same_architecture() -> None:

@@ -18,7 +18,7 @@ app.command("bench")(bench.bench)
 app.command("convert")(convert.convert)
 
 
-def _settings(context: typer.Context) -> dict[str, dict[str, str]]:
+def _settings(context: typer.Context) -> dict[str, dict[str, str | list[str]]]:
     """Defaults of every command's options, from ``UMA_*`` variables, else from ``config.toml``.
 
     Raises:
@@ -29,15 +29,19 @@ def _settings(context: typer.Context) -> dict[str, dict[str, str]]:
 
     commands = getattr(context.command, "commands", {})
     names = {
-        command: {str(p.name) for p in found.params if p.param_type_name == "option"}
+        command: {
+            str(p.name): getattr(p, "multiple", False)
+            for p in found.params
+            if p.param_type_name == "option"
+        }
         for command, found in commands.items()
     }
     known = {name.replace("_", "-") for options in names.values() for name in options}
     settings = read_config(config_folder() / "config.toml", known)
     return {
         command: {
-            name: value
-            for name in options
+            name: [value] if multiple else value
+            for name, multiple in options.items()
             if (value := os.environ.get(f"UMA_{name.upper()}") or settings.get(name))
         }
         for command, options in names.items()

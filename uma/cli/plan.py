@@ -8,12 +8,18 @@ from uma.cli.progress import say
 from uma.errors import DoesNotFit, UnsupportedModel, UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from uma.architecture.layers import Architecture
     from uma.checkpoint.source import ModelSource
     from uma.cli.run import RunOptions, Server
     from uma.machine import Machine
+    from uma.memory.term import MemoryTerm
     from uma.plan.inference import Beside, Form, InferencePlan, Request
     from uma.quantization import Quantization
+
+
+KV_GROUP_SIZES = (32, 64, 128)  # mlx 0.32.4, mlx/ops.cpp, affine_quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +32,20 @@ class Planned:
 
 def print_plan(chosen: "RunOptions", emit: "Server | None") -> int:
     """``--dry-run`` and ``--emit``: nothing is loaded and nothing is fetched but headers."""
-    from uma.checkpoint.source import probe
     from uma.machine import read_machine
 
-    source = located(chosen)
-    if source.config is None and not source.gguf_headers:
-        source = probe(source)
-    if source.gguf_headers:
-        source = as_converted(chosen, source)
-    planned = plan_of(chosen, source, read_machine())
+    machine = read_machine()
+    source = described(chosen, located(chosen))
+    draft = None
+    if chosen.draft_model is not None:
+        asked = of_draft(chosen)
+        draft = described(asked, located(asked))
+    planned = plan_of(chosen, source, machine, beside_of(chosen, draft, machine))
     if emit is not None:
         from uma.plan.emit import server_command
 
         print(server_command(emit, planned.source, planned.plan))
-        return 0
-    if chosen.json:
+    elif chosen.json:
         from uma.report.plan import plan_json
 
         print(json.dumps(plan_json(planned.plan, model_json(planned.source)), indent=2))
@@ -48,33 +53,98 @@ def print_plan(chosen: "RunOptions", emit: "Server | None") -> int:
         from uma.report.plan import plan_text
 
         print(plan_text(planned.plan, source.name))
-    return _fit_code(chosen, planned)
-
-
-def _fit_code(chosen: "RunOptions", planned: Planned) -> int:
     if planned.plan.verdict != "exceeds" or chosen.force:
         return 0
     say(f"uma: {does_not_fit(planned).args[0]}")
     return DoesNotFit.exit_code
 
 
-def as_converted(chosen: "RunOptions", source: "ModelSource") -> "ModelSource":
-    """A GGUF source described as the folder that it would be converted to."""
+def described(chosen: "RunOptions", source: "ModelSource") -> "ModelSource":
+    """The source with its config: from the hub's headers, or a GGUF file's, where it has none."""
+    from uma.checkpoint.source import probe
+
+    if source.config is None and not source.gguf_headers:
+        source = probe(source)
+    if not source.gguf_headers:
+        return source
     from uma.runtime.gguf.convert import planned_config
 
+    # Described as the folder that the file would be converted to.
     config, _ = planned_config(source.gguf_headers[0], asked_quantization(chosen))
     return replace(source, config=config)
 
 
 def asked_quantization(chosen: "RunOptions") -> "Quantization | None":
-    """The format that the options name; ``Quantization(16)`` for full precision, for GGUF files."""
+    """The format to convert a GGUF file to; ``Quantization(16)`` is full precision."""
     from uma.quantization import Quantization, quantization_for
 
-    if chosen.bits == 16:
-        return Quantization(16)
-    if (chosen.bits, chosen.mode, chosen.group_size) == (None, None, None):
+    asked = asked_format(chosen, None)
+    if not asked:
         return None
-    return quantization_for(chosen.bits, chosen.mode, chosen.group_size)
+    return quantization_for(**asked) or Quantization(16)
+
+
+def asked_format(chosen: "RunOptions", source: "ModelSource | None") -> dict[str, Any]:
+    """Bits, mode and group size as the options name them, else as the model's name does."""
+    from uma.checkpoint.names import parse_quant
+    from uma.quantization import quantization_of_config
+
+    bits, mode = chosen.bits, chosen.mode
+    if chosen.quant is not None and (bits, mode) == (None, None):
+        bits, mode = parse_quant(chosen.quant)
+    asked = {"bits": bits, "mode": mode, "group_size": chosen.group_size}
+    if any(value is not None for value in asked.values()):
+        return asked
+    if source is None or source.kind != "catalog" or source.resolution is None:
+        return {}
+    if quantization_of_config(source.config or {}) is not None:
+        return {}
+    return asked | {"bits": source.resolution.bits, "mode": source.resolution.mode}
+
+
+def beside_of(
+    chosen: "RunOptions", draft: "ModelSource | None", machine: "Machine", timed: bool = False
+) -> "Beside":
+    """The draft model, in the form that is fast here whatever room is left, and the adapter."""
+    from uma.plan.inference import Beside, Draft
+
+    planned = None
+    if draft is not None:
+        plan = plan_of(of_draft(chosen), draft, machine, timed=timed).plan
+        planned = Draft(plan.architecture, plan.form)
+    adapters = None if chosen.adapter_path is None else adapter_term(chosen.adapter_path)
+    return Beside(planned, adapters, chosen.num_draft_tokens)
+
+
+def of_draft(chosen: "RunOptions") -> "RunOptions":
+    """The options as they hold for the draft model: it is read as it is stored."""
+    return replace(
+        chosen,
+        model=chosen.draft_model,
+        draft_model=None,
+        adapter_path=None,
+        revision=None,
+        bits=None,
+        mode=None,
+        group_size=None,
+        quant=None,
+        context=None,
+        kv_bits=None,
+        budget_bytes=None,
+    )
+
+
+def adapter_term(folder: "Path") -> "MemoryTerm":
+    """The bytes of an adapter, from the header of its file.
+
+    Raises:
+        CheckpointError: If there is none, or it is malformed.
+    """
+    from uma.checkpoint.safetensors import read_header
+    from uma.memory.term import MemoryTerm
+
+    header = read_header(folder / "adapters.safetensors")
+    return MemoryTerm("adapters", header.size_bytes, "exact", "safetensors header")
 
 
 def located(chosen: "RunOptions") -> "ModelSource":
@@ -122,15 +192,8 @@ def plan_of(
         raise UnsupportedModel(f"{source.name}: its configuration is not known")
     architecture = architecture_from_config(source.config)
     # What was asked of a GGUF file was done when it was converted.
-    asked = replace(chosen, bits=None, mode=None, group_size=None) if is_gguf(source) else chosen
-    forms = forms_of(
-        source,
-        architecture,
-        bits=asked.bits,
-        mode=asked.mode,
-        group_size=asked.group_size,
-        backend=machine.backend,
-    )
+    asked = {} if is_gguf(source) else asked_format(chosen, source)
+    forms = forms_of(source, architecture, backend=machine.backend, **asked)
     if chosen.dequantize == "never":
         forms = forms[-1:]
     elif chosen.dequantize == "always":
@@ -156,6 +219,9 @@ def require_kv_bits(chosen: "RunOptions", architecture: "Architecture") -> None:
         return
     if chosen.kv_bits not in KV_BITS:
         raise UsageError(f"--kv-bits {chosen.kv_bits}: allowed are {', '.join(map(str, KV_BITS))}")
+    if chosen.kv_group_size not in KV_GROUP_SIZES:
+        sizes = ", ".join(map(str, KV_GROUP_SIZES))
+        raise UsageError(f"--kv-group-size {chosen.kv_group_size}: allowed are {sizes}")
     able = kv_quantization(architecture, chosen.kv_group_size)
     if not able.layers:
         reasons = "; ".join(sorted(set(able.kept.values())))

@@ -65,6 +65,7 @@ class RunOptions:
 
 
 def run(
+    context_: typer.Context,
     model_argument: opt.Model = None,
     prompt_argument: Annotated[
         str | None, typer.Argument(metavar="[PROMPT]", show_default=False, help="The prompt.")
@@ -147,6 +148,8 @@ def run(
       git diff | uma run qwen3-30b-a3b --system "Review this change." --prompt -
       uma run --model llama-3-70b --dry-run
     """
+    if model_argument is not None and not given(context_, "model"):
+        model = None
     if model is not None and model_argument is not None:
         # ``uma run -m MODEL PROMPT``: the first argument is then the prompt.
         if prompt_argument is not None:
@@ -198,6 +201,12 @@ def run(
         allow_concurrent=allow_concurrent,
     )
     raise typer.Exit(_dispatch(chosen, emit))
+
+
+def given(context: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line, and not in a variable or file."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _dispatch(chosen: RunOptions, emit: Server | None) -> int:

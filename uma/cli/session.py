@@ -6,19 +6,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from uma.cli.plan import Planned, asked_quantization, does_not_fit, located, plan_of
+from uma.cli.plan import (
+    Planned,
+    asked_quantization,
+    beside_of,
+    does_not_fit,
+    located,
+    of_draft,
+    plan_of,
+)
 from uma.cli.progress import progress, say
 from uma.cli.run import RunOptions
 from uma.errors import RuntimeUnavailable, Unconfirmed, UsageError
 from uma.units import format_gib
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from uma.checkpoint.source import ModelSource
     from uma.machine import Machine
-    from uma.memory.term import MemoryTerm
-    from uma.plan.inference import Draft
     from uma.runtime.session import Session
 
 
@@ -40,49 +44,54 @@ def ready(chosen: RunOptions, command: str = "uma run") -> Iterator[Ready]:
     """
     blas = require_mlx(chosen.quiet)
     from uma.paths import state_folder
-    from uma.plan.inference import Beside
-    from uma.runtime.session import open_session
     from uma.system.lock import heavy_command
 
-    machine = live_machine()
     source = located(chosen)
     if source.path is None and source.config is not None:
-        require_fit(chosen, plan_of(chosen, source, machine))
+        require_fit(chosen, plan_of(chosen, source, live_machine()), quiet=True)
     source = on_disk(chosen, source)
-    draft = None if chosen.draft_model is None else draft_source(chosen)
-    beside = Beside(
-        draft=None if draft is None else planned_draft(chosen, draft, machine),
-        adapters=None if chosen.adapter_path is None else adapter_term(chosen.adapter_path),
-    )
-    planned = plan_of(chosen, source, machine, beside, timed=True)
-    require_fit(chosen, planned)
-    tell_plan(chosen, planned)
-    with (
-        heavy_command(
-            command,
-            state_folder(),
-            wait=chosen.wait,
-            allow_concurrent=chosen.allow_concurrent,
-            on_wait=lambda holder: say(f"waiting for {holder}", chosen.quiet),
-        ) as note,
-        progress("loading layers", quiet=chosen.quiet) as show,
-    ):
+    draft = None if chosen.draft_model is None else on_disk(of_draft(chosen), located_draft(chosen))
+    with heavy_command(
+        command,
+        state_folder(),
+        wait=chosen.wait,
+        allow_concurrent=chosen.allow_concurrent,
+        on_wait=lambda holder: say(f"waiting for {holder}", chosen.quiet),
+    ) as note:
         if note is not None:
             say(f"note: {note}", chosen.quiet)
-        assert source.path is not None
-        with open_session(
+        machine = live_machine()
+        beside = beside_of(chosen, draft, machine, timed=True)
+        planned = plan_of(chosen, source, machine, beside, timed=True)
+        require_fit(chosen, planned, quiet=chosen.quiet)
+        tell_plan(chosen, planned)
+        with _loaded(chosen, planned, draft) as session:
+            yield Ready(session, planned, blas)
+
+
+@contextmanager
+def _loaded(
+    chosen: RunOptions, planned: Planned, draft: "ModelSource | None"
+) -> "Iterator[Session]":
+    from uma.runtime.session import open_session
+
+    assert planned.source.path is not None
+    with (
+        progress("loading layers", quiet=chosen.quiet) as show,
+        open_session(
             planned.plan,
-            source.path,
+            planned.source.path,
             wire=chosen.wire,
             adapter_path=chosen.adapter_path,
             draft_folder=None if draft is None else draft.path,
             progress=show,
-        ) as session:
-            for line in (*session.limits.notes, *session.loaded.notes):
-                say(f"note: {line}", chosen.quiet)
-            if chosen.kv_bits is not None:
-                say(f"KV cache: {session.cache.summary}", chosen.quiet)
-            yield Ready(session, planned, blas)
+        ) as session,
+    ):
+        for line in (*session.limits.notes, *session.loaded.notes):
+            say(f"note: {line}", chosen.quiet)
+        if chosen.kv_bits is not None:
+            say(f"KV cache: {session.cache.summary}", chosen.quiet)
+        yield session
 
 
 def require_mlx(quiet: bool) -> str:
@@ -134,13 +143,14 @@ def live_machine() -> "Machine":
     return read_machine(device_facts())
 
 
-def require_fit(chosen: RunOptions, planned: Planned) -> None:
+def require_fit(chosen: RunOptions, planned: Planned, *, quiet: bool) -> None:
+    """Go on if the plan fits or is forced, saying so unless ``quiet``."""
     if planned.plan.verdict != "exceeds":
         return
     error = does_not_fit(planned)
     if not chosen.force:
         raise error
-    say(f"uma: going on although {error.args[0].splitlines()[0]}")
+    say(f"uma: going on although {error.args[0].splitlines()[0]}", quiet)
 
 
 def on_disk(chosen: RunOptions, source: "ModelSource") -> "ModelSource":
@@ -174,7 +184,8 @@ def confirmed(chosen: RunOptions, source: "ModelSource") -> "ModelSource":
     source = probe(source)
     size = source.download_bytes or 0
     what = f"{source.repo} is {format_gib(size)} to download to {hub_cache_folder()}"
-    require_fit(chosen, plan_of(chosen, source, live_machine())) if source.config else None
+    if source.config is not None:
+        require_fit(chosen, plan_of(chosen, source, live_machine()), quiet=True)
     if chosen.yes:
         say(what, chosen.quiet)
         return source
@@ -203,30 +214,8 @@ def converted(chosen: RunOptions, source: "ModelSource") -> "ModelSource":
     return replace(locate(str(folder)), name=source.name, kind=source.kind)
 
 
-def adapter_term(folder: "Path") -> "MemoryTerm":
-    """The bytes of an adapter, from the header of its file.
-
-    Raises:
-        CheckpointError: If there is none, or it is malformed.
-    """
-    from uma.checkpoint.safetensors import read_header
-    from uma.memory.term import MemoryTerm
-
-    header = read_header(folder / "adapters.safetensors")
-    return MemoryTerm("adapters", header.size_bytes, "exact", "safetensors header")
-
-
-def draft_source(chosen: RunOptions) -> "ModelSource":
-    return on_disk(chosen, located(replace(chosen, model=chosen.draft_model)))
-
-
-def planned_draft(chosen: RunOptions, draft: "ModelSource", machine: "Machine") -> "Draft":
-    """The draft model in the form that is fast here, whatever room is left."""
-    from uma.plan.inference import Draft
-
-    plain = replace(chosen, kv_bits=None, budget_bytes=None, context=None)
-    plan = plan_of(plain, draft, machine, timed=True).plan
-    return Draft(plan.architecture, plan.form)
+def located_draft(chosen: RunOptions) -> "ModelSource":
+    return located(of_draft(chosen))
 
 
 def tell_plan(chosen: RunOptions, planned: Planned) -> None:

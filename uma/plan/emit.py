@@ -42,7 +42,7 @@ def _mlx_lm(source: ModelSource, plan: InferencePlan) -> tuple[list[str], list[s
         f"planned for {workload.context_tokens:,} tokens, which mlx_lm.server does not enforce",
         f"one request at a time, and {caches:,} bytes of saved caches: one context",
     ]
-    if plan.form.quantization is not None and source.kind != "mlx":
+    if plan.form.load_terms:
         comments.append(
             f"planned as {plan.form.name}: mlx_lm.server loads what is stored, so convert first"
         )

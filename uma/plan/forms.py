@@ -103,7 +103,11 @@ def _quantized_form(
     if source.kind != "catalog":
         weights = replace(weights, source=f"config shapes x {quantization}")
     load = _load_terms(architecture, None, quantization, width, width)
-    notes = () if source.path is None else (f"quantized to {quantization} while it is loaded",)
+    resolution = source.resolution
+    if source.kind == "catalog" and resolution is not None and not resolution.quantize_on_load:
+        # The repository that the name stands for holds these bits already.
+        return Form(str(quantization), weights, width, quantization=quantization)
+    notes = (f"quantized to {quantization} while it is loaded",)
     return Form(str(quantization), weights, width, load, notes, quantization=quantization)
 
 

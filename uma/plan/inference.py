@@ -53,6 +53,7 @@ class Beside:
 
     draft: Draft | None = None
     adapters: MemoryTerm | None = None
+    num_draft_tokens: int = mlx.NUM_DRAFT_TOKENS
 
     def terms(self, workload: Inference) -> tuple[MemoryTerm, ...]:
         terms = () if self.adapters is None else (self.adapters,)
@@ -64,6 +65,7 @@ class Beside:
             form.weights,
             workload,
             activation_bytes=form.activation_bytes,
+            num_draft_tokens=self.num_draft_tokens,
         )
         return (*terms, *draft)
 
@@ -126,7 +128,7 @@ class _Case:
         return (*terms, *self.form.load_terms, *self.beside.terms(workload))
 
     def fits(self, workload: Inference, limit_bytes: int) -> bool:
-        """Whether the peak is within ``limit_bytes``, and each array within what the device takes."""
+        """Whether the peak is within ``limit_bytes``, and no array above the device's maximum."""
         most = self.machine.max_buffer_bytes
         if most is not None and self.size_of(mlx.largest_buffer_bytes, workload) > most:
             return False
@@ -149,19 +151,20 @@ def plan_inference(
     machine: Machine,
     beside: Beside = NOTHING_BESIDE,
 ) -> InferencePlan:
-    """The plan with the first of ``forms`` that fits the budget, else with the last.
+    """The plan with the first of ``forms`` that fits the budget as asked, else with the last.
 
     The context is the asked one, else the smallest of the model's maximum, 32,768, and the largest
-    that fits. The prefill step is the asked one or 2,048, halved as often as it takes to fit.
+    that fits. The prefill step is the asked one or 2,048, halved as often as it takes to fit. A
+    preferred form may shorten neither: the speed of a form is no reason to read less.
     """
     budget = budget_of(
         machine, user_budget_bytes=request.budget_bytes, reserve_bytes=request.reserve_bytes
     )
     *preferred, last = [_Case(architecture, form, machine, beside) for form in forms]
     for case in preferred:
-        plan = _plan(case, request, budget)
-        if plan.verdict == "fits":
-            return plan
+        wanted = _wanted(case.architecture, request)
+        if case.fits(wanted, budget.budget_bytes):
+            return _plan(case, request, budget)
     return _plan(last, request, budget)
 
 
@@ -231,17 +234,16 @@ def _freed_bytes(terms: Sequence[MemoryTerm]) -> int:
 
 
 def _decided(case: _Case, request: Request, budget: Budget) -> Inference:
-    """Context and prefill step: the most that fits the budget, else the limit, else as asked."""
-    longest = case.architecture.max_position_embeddings or DEFAULT_CONTEXT_TOKENS
-    wanted = Inference(
-        context_tokens=request.context_tokens or min(longest, DEFAULT_CONTEXT_TOKENS),
-        prompt_tokens=request.prompt_tokens,
-        batch_size=request.batch_size,
-        kv_bits=request.kv_bits,
-        kv_group_size=request.kv_group_size,
-    )
-    asked_step = request.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
-    candidates = [replace(wanted, prefill_step_size=step) for step in _halvings(asked_step)]
+    """Context and prefill step: the most that fits the budget, else the limit, else as asked.
+
+    Steps below a quarter of the asked one slow prefill down: they are only for contexts that the
+    user insists on.
+    """
+    wanted = _wanted(case.architecture, request)
+    steps = _halvings(wanted.prefill_step_size)
+    if request.context_tokens is None:
+        steps = steps[:3]
+    candidates = [replace(wanted, prefill_step_size=step) for step in steps]
     ceiling = min(budget.limit_bytes, budget.user_bytes or budget.limit_bytes)
     for limit_bytes in (budget.budget_bytes, ceiling):
         if case.form.weights.size_bytes > limit_bytes:
@@ -250,11 +252,24 @@ def _decided(case: _Case, request: Request, budget: Budget) -> Inference:
             if case.fits(workload, limit_bytes):
                 return workload
         if request.context_tokens is None:
-            shorter = _shorter(case, candidates, limit_bytes)
+            shorter = _shorter(case, candidates[-1], limit_bytes)
             if shorter is not None:
                 return shorter
     # Nothing fits: shown as it was asked, unless a smaller step brings it closest.
     return candidates[0] if case.form.weights.size_bytes > ceiling else candidates[-1]
+
+
+def _wanted(architecture: Architecture, request: Request) -> Inference:
+    """What is asked, its open choices as generous as they come."""
+    longest = architecture.max_position_embeddings or DEFAULT_CONTEXT_TOKENS
+    return Inference(
+        context_tokens=request.context_tokens or min(longest, DEFAULT_CONTEXT_TOKENS),
+        prompt_tokens=request.prompt_tokens,
+        batch_size=request.batch_size,
+        prefill_step_size=request.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE,
+        kv_bits=request.kv_bits,
+        kv_group_size=request.kv_group_size,
+    )
 
 
 def _halvings(step: int) -> list[int]:
@@ -269,13 +284,8 @@ def _halvings(step: int) -> list[int]:
     return steps
 
 
-def _shorter(case: _Case, candidates: Sequence[Inference], limit_bytes: int) -> Inference | None:
-    """The longest context within ``limit_bytes``, at a step that does not hamper the speed much.
-
-    A quarter of the default step keeps prefill near its full rate; the smaller steps are only for
-    contexts that the user insists on.
-    """
-    workload = candidates[min(2, len(candidates) - 1)]
+def _shorter(case: _Case, workload: Inference, limit_bytes: int) -> Inference | None:
+    """``workload`` with the longest context within ``limit_bytes``; ``None`` if there is none."""
     low, high = 0, workload.context_tokens // CONTEXT_STEP
     while low < high:
         middle = (low + high + 1) // 2
