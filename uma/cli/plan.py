@@ -148,13 +148,16 @@ def adapter_term(folder: "Path") -> "MemoryTerm":
 
 
 def located(chosen: "RunOptions") -> "ModelSource":
+    """What the model is, from this disk alone; a name without a format means the default one."""
     from uma.checkpoint.source import locate
     from uma.plan.forms import DEFAULT_BITS
 
-    bits = chosen.bits
-    if bits is None and chosen.quant is None and chosen.mode is None:
-        bits = DEFAULT_BITS
-    return locate(chosen.model, bits=bits, quant=chosen.quant, revision=chosen.revision)
+    asked = {"quant": chosen.quant, "revision": chosen.revision}
+    source = locate(chosen.model, bits=chosen.bits, **asked)
+    named = source.resolution
+    if chosen.mode is None and named is not None and (named.bits, named.mode) == (None, None):
+        return locate(chosen.model, bits=DEFAULT_BITS, **asked)
+    return source
 
 
 def request_of(chosen: "RunOptions") -> "Request":
