@@ -229,18 +229,3 @@ GGUF_TYPES: dict[str, tuple[int, int]] = {
     "MXFP4": (32, 17),
     "NVFP4": (64, 36),
 }
-
-
-def gguf_bytes(type_name: str, shape: tuple[int, ...]) -> int:
-    """Bytes of an array of ``shape`` in a GGUF type; blocks lie along the last axis.
-
-    Raises:
-        UnsupportedModel: If the type is unknown.
-        ValueError: If the last dimension is not whole blocks.
-    """
-    if type_name not in GGUF_TYPES:
-        raise UnsupportedModel(f"GGUF type {type_name!r} is not one of {', '.join(GGUF_TYPES)}")
-    block, size = GGUF_TYPES[type_name]
-    if shape and shape[-1] % block:
-        raise ValueError(f"{shape} does not split into {type_name} blocks of {block}")
-    return prod(shape) // block * size

@@ -60,12 +60,3 @@ def format_gib(size_bytes: int) -> str:
     if size >= KIB:
         return f"{sign}{size / KIB:.1f} KiB"
     return f"{sign}{size} B"
-
-
-def floor_mib(size_bytes: int) -> int:
-    """Whole MiB that do not exceed ``size_bytes``: the unit of ``iogpu.wired_limit_mb``.
-
-    >>> floor_mib(3 * MIB + 1)
-    3
-    """
-    return size_bytes // MIB

@@ -46,7 +46,6 @@ def laguna(c: Config) -> Architecture:
         return Attention(n, c.kv_heads, dim, dim, window), part
 
     layers = mixed_layers(
-        c,
         [mixer(n, window) for n, window in zip(heads, windows(c, types), strict=True)],
         [(experts, moe) if kind == "sparse" else dense_part(c) for kind in kinds],
         norms(hidden, *LLAMA_NORMS),
@@ -82,7 +81,6 @@ def mimo_v2_flash(c: Config) -> Architecture:
 
     mixers = {0: (full, part(full)), 1: (sliding, part(sliding))}
     layers = mixed_layers(
-        c,
         [mixers[kind] for kind in c.hybrid_layer_pattern],
         [deepseek_experts(c, True) if sparse else dense_part(c) for sparse in c.moe_layer_freq],
         norms(hidden, *LLAMA_NORMS),
@@ -120,7 +118,6 @@ def minimax_m3(c: Config) -> Architecture:
         return attention(c, dim, index_head_dim=index_dim), part + index
 
     layers = mixed_layers(
-        c,
         [chosen() if sparse else full for sparse in minimax_m3_sparse(c, settings)],
         [experts if sparse else dense for sparse in minimax_m3_experts(c)],
         norms(hidden, *LLAMA_NORMS),
@@ -194,7 +191,6 @@ def exaone_moe(c: Config) -> Architecture:
         c.named(n_routed_experts=c.num_experts, n_shared_experts=c.num_shared_experts), True
     )
     layers = mixed_layers(
-        c,
         [(attention(c, dim, window), part) for window in windows(c, c.layer_types)],
         [experts if sparse else dense_part(c) for sparse in c.is_moe_layer],
         norms(c.hidden_size, *LLAMA_NORMS),
@@ -214,7 +210,6 @@ def mellum(c: Config) -> Architecture:
     part = attention_part(c, dim, qk_norm="head")
     layer_windows = windows(c, c.layer_types)
     layers = mixed_layers(
-        c,
         [(attention(c, dim, window), part) for window in layer_windows],
         [(experts, moe)] * len(layer_windows),
         norms(hidden, *LLAMA_NORMS),

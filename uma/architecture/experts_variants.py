@@ -32,7 +32,6 @@ FeedForwardPart = tuple[FeedForward | Experts, Part]
 
 
 def mixed_layers(
-    c: Config,
     mixers: Sequence[tuple[Attention, Part]],
     feed_forwards: Sequence[FeedForwardPart],
     norm_part: Part,
@@ -60,7 +59,6 @@ def olmoe(c: Config) -> Architecture:
     )
     mixer = (attention(c, dim), attention_part(c, dim, c.attention_bias, qk_norm="full"))
     layers = mixed_layers(
-        c,
         [mixer] * c.num_hidden_layers,
         [(experts, moe)] * c.num_hidden_layers,
         norms(hidden, *LLAMA_NORMS),
@@ -83,7 +81,6 @@ def dots1(c: Config) -> Architecture:
     mixer = (attention(c, c.head_width), attention_part(c, c.head_width, qk_norm="head"))
     dense = c.first_k_dense_replace
     layers = mixed_layers(
-        c,
         [mixer] * c.num_hidden_layers,
         [dense_part(c, c.mlp_bias) if i < dense else experts for i in range(c.num_hidden_layers)],
         norms(hidden, *LLAMA_NORMS),
@@ -113,7 +110,6 @@ def qwen2_moe(c: Config) -> Architecture:
     experts = Experts(c.num_experts, c.num_experts_per_tok, width, shared)
     mixer = (attention(c, head_dim), attention_part(c, head_dim, bias=True, o_bias=False))
     layers = mixed_layers(
-        c,
         [mixer] * c.num_hidden_layers,
         [(experts, moe)] * c.num_hidden_layers,
         norms(hidden, *LLAMA_NORMS),
@@ -134,7 +130,6 @@ def granitemoe(c: Config) -> Architecture:
     )
     part = at_8_bits(attention_part(c, head_dim, c.attention_bias), "self_attn.o_proj")
     layers = mixed_layers(
-        c,
         [(attention(c, head_dim), part)] * c.num_hidden_layers,
         [(experts, moe)] * c.num_hidden_layers,
         norms(hidden, *LLAMA_NORMS),
@@ -160,7 +155,6 @@ def afmoe(c: Config) -> Architecture:
     period = c.global_attn_every_n_layers
     layer_windows = windows(c) if "layer_types" in c else periodic_windows(c, period)
     layers = mixed_layers(
-        c,
         [(attention(c, dim, window), part) for window in layer_windows],
         [
             dense_part(c) if i < c.num_dense_layers else (experts, moe)
@@ -189,7 +183,6 @@ def ernie4_5_moe(c: Config) -> Architecture:
     last = c.num_hidden_layers - 1 if last is None else last
     mixer = (attention(c, dim), attention_part(c, dim, bias))
     layers = mixed_layers(
-        c,
         [mixer] * c.num_hidden_layers,
         [
             experts

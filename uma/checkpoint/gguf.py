@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from uma.checkpoint.bounded_json import shown
 from uma.errors import CheckpointError
+from uma.quantization import GGUF_TYPES
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -29,42 +30,42 @@ MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 17
 MAX_STRINGS = 1 << 21  # in all arrays together
 
-# ggml's type number: name, elements in a block, bytes of a block (gguf 0.19, GGML_QUANT_SIZES)
-TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    9: ("Q8_1", 32, 40),
-    10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    15: ("Q8_K", 256, 292),
-    16: ("IQ2_XXS", 256, 66),
-    17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18),
-    21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136),
-    24: ("I8", 1, 1),
-    25: ("I16", 1, 2),
-    26: ("I32", 1, 4),
-    27: ("I64", 1, 8),
-    28: ("F64", 1, 8),
-    29: ("IQ1_M", 256, 56),
-    30: ("BF16", 1, 2),
-    34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17),
-    40: ("NVFP4", 64, 36),
-    41: ("Q1_0", 128, 18),
+# ggml's type number (gguf 0.19, constants.py, GGMLQuantizationType)
+TENSOR_TYPES: dict[int, str] = {
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    8: "Q8_0",
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    30: "BF16",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
+    41: "Q1_0",
 }
 
 STRING = 8
@@ -340,9 +341,10 @@ def _tensor(cursor: _Cursor) -> GGUFTensor:
     dims = tuple(cursor.number("Q") for _ in range(num_dims))
     number, offset = cursor.number("I"), cursor.number("Q")
     if number not in TENSOR_TYPES:
-        known = ", ".join(name for name, _, _ in TENSOR_TYPES.values())
+        known = ", ".join(TENSOR_TYPES.values())
         raise cursor.error(f"tensor {shown(name)} has the unknown type {number}; known: {known}")
-    type_name, block, block_bytes = TENSOR_TYPES[number]
+    type_name = TENSOR_TYPES[number]
+    block, block_bytes = GGUF_TYPES[type_name]
     if not all(dims) or dims[0] % block:
         raise cursor.error(f"tensor {shown(name)} of type {type_name} cannot have dims {dims}")
     return GGUFTensor(name, dims, type_name, offset, prod(dims) // block * block_bytes)

@@ -272,21 +272,3 @@ def headers_of_folder(folder: Path) -> tuple[Header, ...]:
                 )
             seen[tensor.name] = header.file
     return headers
-
-
-def tensors_of_folder(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the model in ``folder``, of all its shards, by name.
-
-    Raises:
-        CheckpointError: If a file is missing or malformed, or two files hold the same tensor.
-    """
-    return {t.name: t for header in headers_of_folder(folder) for t in header.tensors}
-
-
-def weight_bytes_of_folder(folder: Path) -> int:
-    """Bytes of all tensors of the model in ``folder``, headers not counted.
-
-    Raises:
-        CheckpointError: If a file is missing or malformed, or two files hold the same tensor.
-    """
-    return sum(header.size_bytes for header in headers_of_folder(folder))

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from uma.cli.progress import say
@@ -152,11 +153,11 @@ def located(chosen: "RunOptions") -> "ModelSource":
     from uma.checkpoint.source import locate
     from uma.plan.forms import DEFAULT_BITS
 
-    asked = {"quant": chosen.quant, "revision": chosen.revision}
-    source = locate(chosen.model, bits=chosen.bits, **asked)
+    find = partial(locate, chosen.model, quant=chosen.quant, revision=chosen.revision)
+    source = find(bits=chosen.bits)
     named = source.resolution
     if chosen.mode is None and named is not None and (named.bits, named.mode) == (None, None):
-        return locate(chosen.model, bits=DEFAULT_BITS, **asked)
+        return find(bits=DEFAULT_BITS)
     return source
 
 

@@ -15,7 +15,6 @@ from uma.architecture.layers import (
     parameters,
 )
 from uma.engines.mlx_phases import STEPS_IN_FLIGHT, Generation, Moment, chunks, decode, prefill
-from uma.ledger import peak
 from uma.memory.activations import (
     FLOAT32,
     Call,
@@ -26,12 +25,8 @@ from uma.memory.activations import (
 )
 from uma.memory.metal_activations import is_fused
 from uma.memory.term import MemoryTerm, Phase
-from uma.quantization import Quantization
 from uma.workload import Backend, Inference
 
-CONTEXT_STEP = 256  # caches grow by this many tokens (cache.py, KVCache.step)
-PREFILL_STEPS = (2048, 1024, 512, 256, 128, 64)
-LONGEST_CONTEXT = 1 << 20  # searched where the model states no maximum
 SAMPLING_ARRAYS = 4  # sample_utils.py, top-p: order, sorted and summed probabilities, restored
 PAIRS_AHEAD = 5  # ssm.py, ssm_attn: arrays over pairs within nine operations
 NUM_DRAFT_TOKENS = 3  # generate.py, --num-draft-tokens
@@ -50,13 +45,12 @@ def inference_terms(
     *,
     backend: Backend = "metal",
     activation_bytes: int = 2,
-    pool_bytes: int | None = None,
 ) -> tuple[MemoryTerm, ...]:
     """Every term of one generation, by phase; their sum in a phase is its predicted peak.
 
-    ``activation_bytes`` is 4 where the weights were made float32. ``pool_bytes`` is MLX's cache
-    limit: what freed buffers may hold beside the peak. On the CPU backend evaluation stays at these
-    sizes only under a memory limit (``largest_output_bytes``); without one it runs ahead of them.
+    ``activation_bytes`` is 4 where the weights were made float32. On the CPU backend evaluation
+    stays at these sizes only under a memory limit (``largest_output_bytes``); without one it runs
+    ahead of them. MLX's pool of freed buffers is not among them: its size is a choice of the plan.
     """
     run = Generation(architecture, workload, weights.size_bytes, backend, activation_bytes)
     source = METAL_SOURCE if backend == "metal" else CPU_SOURCE
@@ -69,8 +63,6 @@ def inference_terms(
     terms += _phase_terms("decode", decode(run), source)
     logits = _logits_bytes(architecture.vocab_size, workload.batch_size, activation_bytes)
     terms.append(MemoryTerm("logits", logits, "bound", "generate.py, two steps", "decode"))
-    if pool_bytes is not None:
-        terms.append(MemoryTerm("buffer_pool", pool_bytes, "bound", "MLX's cache limit"))
     return tuple(terms)
 
 
@@ -123,75 +115,6 @@ def draft_terms(
 
 def _draft_cache(phase: Phase, size_bytes: int) -> MemoryTerm:
     return MemoryTerm("draft_kv_cache", size_bytes, "exact", "cache.py, by shape", phase)
-
-
-def load_terms(
-    architecture: Architecture,
-    weights: MemoryTerm,
-    *,
-    quantization: Quantization | None = None,
-    source_dtype_bytes: int = 2,
-) -> tuple[MemoryTerm, ...]:
-    """What converting weights on load takes above the result: the largest matrix at its source.
-
-    Matrices are converted one at a time. Experts of a checkpoint to be quantized are stored one by
-    one, and exist a second time while they are stacked.
-    """
-    stacked = 1 if quantization is None else 2
-    largest_matrix = max(
-        p.size * (stacked if len(p.shape) == 3 else 1) for p in parameters(architecture)
-    )
-    source = "largest matrix before conversion"
-    return (MemoryTerm("other", largest_matrix * source_dtype_bytes, "bound", source, "load"),)
-
-
-def largest_context(
-    architecture: Architecture,
-    weights: MemoryTerm,
-    workload: Inference,
-    budget_bytes: int,
-    *,
-    backend: Backend = "metal",
-    activation_bytes: int = 2,
-) -> int | None:
-    """The largest context, in steps of 256 tokens, whose prompt may fill it within the budget.
-
-    It is at most the model's own maximum; ``None`` if not even 256 tokens fit.
-    """
-    longest = architecture.max_position_embeddings or LONGEST_CONTEXT
-
-    def fits(steps: int) -> bool:
-        asked = replace(workload, context_tokens=steps * CONTEXT_STEP, prompt_tokens=None)
-        terms = inference_terms(
-            architecture, weights, asked, backend=backend, activation_bytes=activation_bytes
-        )
-        return peak(terms)[1] <= budget_bytes
-
-    low, high = 0, max(1, longest // CONTEXT_STEP)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low * CONTEXT_STEP or None
-
-
-def largest_prefill_step(
-    architecture: Architecture,
-    weights: MemoryTerm,
-    workload: Inference,
-    budget_bytes: int,
-    *,
-    backend: Backend = "metal",
-    activation_bytes: int = 2,
-) -> int | None:
-    """The largest of 2048, 1024, ..., 64 with which the workload fits, or ``None``."""
-    for step in PREFILL_STEPS:
-        asked = replace(workload, prefill_step_size=step)
-        terms = inference_terms(
-            architecture, weights, asked, backend=backend, activation_bytes=activation_bytes
-        )
-        if peak(terms)[1] <= budget_bytes:
-            return step
-    return None
 
 
 def largest_buffer_bytes(

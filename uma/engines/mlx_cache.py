@@ -1,4 +1,4 @@
-"""Which cache mlx-lm gives each layer, whether it can be bounded, and whether it can be quantized.
+"""Which cache mlx-lm gives each layer, and whether it can be quantized.
 
 mlx-lm 0.32.2: ``make_prompt_cache`` in ``models/cache.py`` and ``make_cache`` of each module.
 """
@@ -18,8 +18,7 @@ from uma.architecture.layers import (
 from uma.errors import UsageError
 from uma.memory.kv_cache import LayerCache, StateCache, TokenCache
 
-# Modules without ``make_cache``: every layer gets the same cache, sliding or not, and only these
-# honour ``max_kv_size``.
+# Modules without ``make_cache``: every layer gets the same cache, sliding or not.
 _UNIFORM = """
 apertus bailing_moe cohere dbrx deepseek deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe
 exaone gemma gemma2 glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite granitemoe
@@ -42,7 +41,7 @@ CAST_ARRAYS = frozenset({"phi", "stablelm"})
 # Modules that hand keys and values from one layer to another as plain arrays.
 SHARED_ARRAYS = frozenset({"gemma4", "gemma4_text"})
 
-KV_BITS = (2, 4, 8)  # widths that QuantizedKVCache packs into whole 32-bit words
+KV_BITS = (2, 4, 8)  # QuantizedKVCache packs them whole: it divides by 32 // bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +55,13 @@ class KVQuantization:
         return f"quantized {len(self.layers)} of {len(self.layers) + len(self.kept)} layers"
 
 
-def honours_max_kv_size(architecture: Architecture) -> bool:
-    """Whether ``max_kv_size`` bounds the cache; mlx-lm ignores it for the other modules."""
-    return architecture.module in UNIFORM
-
-
 def layer_caches(
     architecture: Architecture,
     *,
-    max_kv_size: int | None = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
 ) -> tuple[LayerCache, ...]:
     """The caches of every layer that holds one, in the order of mlx-lm's list.
-
-    A cache that ``max_kv_size`` bounds is not quantized.
 
     Raises:
         UsageError: If ``kv_bits`` is a width that the quantized cache does not pack.
@@ -85,7 +76,7 @@ def layer_caches(
                 replace(cache, kv_bits=kv_bits, kv_group_size=kv_group_size)
                 if i in chosen and _is_quantizable(cache)
                 else cache
-                for cache in _caches(architecture, layer, max_kv_size)
+                for cache in _caches(architecture, layer)
             ),
         )
         for i, layer in enumerate(architecture.layers)
@@ -103,12 +94,10 @@ def _holds_cache(layer: Layer) -> bool:
     return bool(layer.mixers) and all(source is None for source in sources)
 
 
-def _caches(
-    architecture: Architecture, layer: Layer, max_kv_size: int | None
-) -> Iterator[TokenCache | StateCache]:
+def _caches(architecture: Architecture, layer: Layer) -> Iterator[TokenCache | StateCache]:
     """The caches of a layer's mixers, and those of their indexers."""
     for mixer in layer.mixers:
-        yield _cache(architecture, mixer, max_kv_size)
+        yield _cache(architecture, mixer)
         if isinstance(mixer, LatentAttention) and mixer.index_head_dim:
             # The values are zeros of the keys' size (mlx-lm 0.32.2, deepseek_v32.py, Indexer).
             width = (1, mixer.index_head_dim)
@@ -117,16 +106,12 @@ def _caches(
             yield TokenCache("KVCache", ((1, mixer.index_head_dim), (1, 0)), index=True)
 
 
-def _cache(
-    architecture: Architecture, mixer: Mixer, max_kv_size: int | None
-) -> TokenCache | StateCache:
+def _cache(architecture: Architecture, mixer: Mixer) -> TokenCache | StateCache:
     if isinstance(mixer, Recurrent):
         return StateCache(mixer.states)
     widths = _widths(mixer, architecture.module in EXPANDED)
     if architecture.module in UNIFORM:
-        if max_kv_size is None:
-            return TokenCache("KVCache", widths)
-        return TokenCache("RotatingKVCache", widths, max_kv_size)
+        return TokenCache("KVCache", widths)
     if isinstance(mixer, Attention) and mixer.sliding_window is not None:
         return TokenCache("RotatingKVCache", widths, mixer.sliding_window)
     if isinstance(mixer, Attention) and mixer.attention_chunk_size is not None:

@@ -22,9 +22,8 @@ from uma.architecture.layers import (
     Mixer,
     Recurrent,
 )
+from uma.memory.kv_cache import STEP
 
-SORTED_EXPERT_ROWS = 64  # mlx-lm, switch_layers.py: rows are sorted by expert from this many on
-STEP = 256  # tokens that a cache grows by: mlx-lm, cache.py, KVCache.step
 SINK_SCORES = 3  # scores, scores with the sink's column, and the copy without it again
 SSM_STEP = 256  # mlx-lm, ssm.py, ssm_attn: tokens of a block whose pairs are materialised
 FLOAT32 = 4

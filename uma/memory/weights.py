@@ -46,24 +46,6 @@ def tensor_bytes(
         yield parameter.name, parameter_bytes(parameter, quantization, dtype_bytes)
 
 
-def largest_tensor(
-    architecture: Architecture, quantization: Format, dtype_bytes: int = 2
-) -> tuple[str, int]:
-    """Name and bytes of the largest single buffer: packed weights, without scales and biases.
-
-    MLX stores them in arrays of their own, and a device limits the size of each.
-    """
-
-    def buffer(parameter: Parameter) -> int:
-        chosen = parameter_quantization(parameter, quantization)
-        if chosen is None:
-            return parameter_bytes(parameter, None, dtype_bytes)
-        return parameter.size * chosen.bits // 8
-
-    largest = max(parameters(architecture), key=buffer)
-    return largest.name, buffer(largest)
-
-
 def weight_bytes(
     architecture: Architecture, quantization: Format = None, dtype_bytes: int = 2
 ) -> MemoryTerm:

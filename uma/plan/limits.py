@@ -145,17 +145,6 @@ def smallest_wired_limit_mb(needed_bytes: int) -> int:
     return -(-needed_bytes // MIB)
 
 
-def limit_table(budget: Budget, limits: Limits | None = None) -> list[tuple[str, int]]:
-    """All lines that bound a run, in bytes, and last the effective one with the rule that won."""
-    rows = list(budget.lines)
-    if limits is not None:
-        rows.append(("memory limit of MLX", limits.memory_limit_bytes))
-        rows.append(("pool limit of MLX", limits.cache_limit_bytes))
-        if limits.wired_limit_bytes is not None:
-            rows.append(("wired limit of MLX", limits.wired_limit_bytes))
-    return [*rows, (f"effective budget ({budget.winner})", budget.budget_bytes)]
-
-
 def _reserve_bytes(budget: Budget, machine: Machine) -> int:
     own = budget.reserve_bytes
     return default_reserve_bytes(machine) if own is None else own

@@ -11,12 +11,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from uma.engines.mlx_cache import KV_BITS
 from uma.errors import UmaError, UsageError
-
-KV_BITS = (2, 4, 8)
-"""Widths that ``QuantizedKVCache`` packs whole: it divides by ``32 // bits`` (mlx-lm 0.32.2)."""
-
-_STEP = 256  # mlx-lm 0.32.2, models/cache.py, KVCache.step: growth of a cache in tokens
+from uma.memory.kv_cache import STEP
 
 
 @dataclass(slots=True)
@@ -76,7 +73,7 @@ def prompt_cache(
 
         return PromptCache(plain(), context_tokens, 0, None, kv_group_size, plain)
     if kv_bits not in KV_BITS:
-        raise UsageError(f"--kv-bits {kv_bits} is not possible; allowed: 2, 4, 8")
+        raise UsageError(f"--kv-bits {kv_bits}: allowed are {', '.join(map(str, KV_BITS))}")
     able = quantizable(model, kv_bits=kv_bits, kv_group_size=kv_group_size)
     chosen = able if quantizable_layers is None else quantizable_layers
     if not chosen and kv_group_size > 32 and quantizable(model, kv_bits=kv_bits, kv_group_size=32):
@@ -171,7 +168,7 @@ def check_bound(cache: PromptCache) -> None:
         (a.shape[2] for layer in cache.layers for a in _arrays(layer) if _per_token(layer, a)),
         default=0,
     )
-    if seen > cache.context_tokens or room >= cache.context_tokens + _STEP:
+    if seen > cache.context_tokens or room >= cache.context_tokens + STEP:
         raise UmaError(
             f"the cache holds {seen} tokens and has room for {room}, beyond the context of "
             f"{cache.context_tokens}; this is a bug in uma"

@@ -7,20 +7,6 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 
-@dataclass(frozen=True, slots=True)
-class MlxMemory:
-    """MLX's counters in bytes: arrays in use, their peak, and freed buffers kept for reuse."""
-
-    active_bytes: int
-    peak_bytes: int
-    pool_bytes: int
-
-
-def mlx_memory() -> MlxMemory:
-    """The counters now (mlx ``get_active_memory``, ``get_peak_memory``, ``get_cache_memory``)."""
-    return MlxMemory(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
-
-
 @dataclass(slots=True)
 class PhaseMeter:
     """Peaks of active memory by phase; the highest pool, and active + pool, of the whole time.
