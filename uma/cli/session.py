@@ -107,7 +107,8 @@ def require_mlx(quiet: bool) -> str:
         system = platform.system()
         if system == "Linux":
             raise RuntimeUnavailable(
-                "running models needs MLX: pip install 'uma-toolkit[run]'. Estimates work without"
+                "running models needs MLX, which uma's extra `run` brings: pip install 'mlx[cpu]' "
+                "mlx-lm gguf cmeel-openblas. Estimates (--dry-run) work without"
             )
         if system == "Darwin" and platform.machine() == "arm64":
             raise RuntimeUnavailable("running models needs MLX: pip install mlx mlx-lm")
