@@ -292,7 +292,7 @@ def default_model() -> Path:
     """The folder of the embedded model, fetched and converted by a first run."""
     from uma.paths import cache_folder
 
-    uma(QUESTION, "--max-tokens", "1")
+    uma("--prompt", QUESTION, "--max-tokens", "1")
     found = sorted(cache_folder().rglob("SmolLM2*/config.json"), key=lambda p: p.stat().st_mtime)
     if not found:
         raise SystemExit("the embedded model is not in the cache; give --model FOLDER")

@@ -19,18 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.models import CONFIGS, build_model
 from uma.architecture import architecture_from_config
-from uma.engines.mlx import (
-    inference_terms,
-    largest_output_bytes,
-)
+from uma.engines.mlx import inference_terms, largest_output_bytes
 from uma.ledger import peak, phase_totals
 from uma.memory.term import MemoryTerm
+from uma.runtime.load import weights_bytes
 from uma.workload import Inference
 
 NO_LIMIT = 1 << 50
@@ -141,12 +138,6 @@ def random_model(config: dict[str, Any], dtype: str = "float32", bits: int | Non
         model, _ = quantize_model(model, dict(config), 64, bits)
         mx.eval(model.parameters())
     return model
-
-
-def weights_bytes(model: Any) -> int:
-    """Bytes of all parameters."""
-    arrays: Any = tree_flatten(model.parameters())
-    return sum(array.nbytes for _, array in arrays)
 
 
 def measured_peaks(model: Any, workload: Inference, memory_limit: int | None = None) -> Peaks:

@@ -15,13 +15,8 @@ try:
 except CheckpointError as error:
     assert len(str(error)) < 2000
 seconds = time.process_time() - before
-try:
-    status = open("/proc/self/status").read()
-    peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
-except OSError:
-    import resource
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(seconds, peak)
+from uma.measurement.process import read_process_memory
+print(seconds, read_process_memory().peak_bytes)
 """
 
 

@@ -1,6 +1,7 @@
 """Batches: mlx-lm's answers, each within the context, and an honest count of bytes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,10 +11,15 @@ pytest.importorskip("mlx_lm")
 from mlx_lm import batch_generate  # noqa: E402
 from models import CONFIGS, saved_model  # noqa: E402
 
+from uma.checkpoint.source import locate  # noqa: E402
+from uma.cli.plan import plan_of  # noqa: E402
+from uma.cli.run import RunOptions  # noqa: E402
 from uma.errors import UsageError  # noqa: E402
+from uma.machine import read_machine  # noqa: E402
 from uma.runtime.batch import BatchAnswer, batch  # noqa: E402
 from uma.runtime.generate import Settings  # noqa: E402
 from uma.runtime.load import load  # noqa: E402
+from uma.runtime.session import batch_ledger, open_session  # noqa: E402
 
 PROMPTS = [[5] * 10, [6] * 100, [7] * 40, [9] * 20, [10, 11]]
 BATCHED = [kind for kind in CONFIGS if kind != "chunked"]
@@ -85,3 +91,56 @@ def test_what_cannot_be_batched_is_refused(tmp_path: Path) -> None:
         batch(loaded, PROMPTS, context_tokens=200)
     with pytest.raises(UsageError, match="leaves no room"):
         batch(loaded, PROMPTS, context_tokens=100)
+
+
+def test_no_more_sequences_are_held_at_once_than_were_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlx_lm.generate import BatchGenerator
+
+    held: list[int] = []
+    step = BatchGenerator.next
+
+    def counted(engine: Any) -> Any:
+        result = step(engine)
+        held.append(len(engine._prompt_batch) + len(engine._generation_batch))
+        return result
+
+    monkeypatch.setattr(BatchGenerator, "next", counted)
+    loaded = load(saved_model("full", tmp_path))
+    loaded.tokenizer.eos_token_ids = set()
+    prompts = [[5] * n for n in (4, 90, 4, 90, 50, 4, 90, 30, 4)]
+    settings = Settings(max_tokens=9, prefill_step_size=16)
+    batch(loaded, prompts, context_tokens=120, settings=settings, batch_size=4)
+    assert max(held) <= 4  # a queue of all prompts would hold six here
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding", "hybrid"])
+def test_what_a_batch_holds_stays_within_its_ledger(kind: str, tmp_path: Path) -> None:
+    chosen = RunOptions(context=1500, batch_size=3, prefill_step_size=256)
+    planned = plan_of(chosen, locate(str(saved_model(kind, tmp_path))), read_machine())
+    settings = Settings(max_tokens=30, prefill_step_size=256)
+    prompts = [[3 + i % 300 for i in range(n)] for n in (700, 30, 400, 300, 1000, 12)]
+    with open_session(planned.plan, tmp_path) as session:
+        session.loaded.tokenizer.eos_token_ids = set()
+        result = batch(
+            session.loaded, prompts, context_tokens=1500, settings=settings, batch_size=3
+        )
+        ledger = batch_ledger(session, result)
+    bounds = {(t.name, t.phase): t for t in ledger.terms if t.basis == "bound"}
+    assert ledger.measured["kv_cache", "decode"] > 0
+    for key in (("kv_cache", "decode"), ("recurrent_state", "always")):
+        if key in bounds:
+            assert ledger.measured[key] <= bounds[key].size_bytes
+    assert ledger.measured_peak_bytes is not None
+    assert ledger.measured_peak_bytes <= ledger.predicted_peak_bytes
+
+
+def test_thinking_is_told_from_the_answer(tmp_path: Path) -> None:
+    loaded = load(saved_model("full", tmp_path))
+    prompts = [loaded.tokenizer.encode(text) for text in ("Hi<think>", "Hi")]
+    thought, said = batch(
+        loaded, prompts, context_tokens=100, settings=Settings(max_tokens=5)
+    ).answers
+    assert (thought.text, thought.thinking != "") == ("", True)
+    assert (said.text != "", said.thinking) == (True, "")

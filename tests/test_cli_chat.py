@@ -1,7 +1,9 @@
 """The chat on a real terminal (a pseudo-terminal)."""
 
 import contextlib
+import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -10,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from models import saved_model
+from models import CHAT_TEMPLATE, saved_model
 from test_cli_run import environment
 
 pytest.importorskip("mlx.core", reason="runs models")
@@ -20,13 +22,13 @@ pty = pytest.importorskip("pty")
 class Terminal:
     """A process on a pseudo-terminal, its screen as text."""
 
-    def __init__(self, *arguments: object, home: Path) -> None:
+    def __init__(self, *arguments: object, home: Path, stdout: int | None = None) -> None:
         self.main, end = pty.openpty()
         command = [sys.executable, "-m", "uma", "run", *map(str, arguments)]
         self.process = subprocess.Popen(
             command,
             stdin=end,
-            stdout=end,
+            stdout=end if stdout is None else stdout,
             stderr=end,
             env=environment(home),
             start_new_session=True,
@@ -124,6 +126,93 @@ def test_a_full_context_says_so(model: Path, tmp_path: Path) -> None:
     terminal.type("Hello\n")
     terminal.until(">>> ")
     terminal.type("word word word word word word word word word word\n")
-    assert "context" in terminal.until(">>> ")
+    told = terminal.until(">>> ")
+    assert "leaves no room in a context of 48" in told
+    assert re.search(r"--context \d+ or more; /clear forgets", told)
+    terminal.type("/clear\n")
+    terminal.until(">>> ")
+    terminal.type("Hi\n")
+    assert "--context 96 would fit; /clear forgets" in terminal.until(">>> ")
     terminal.type("/bye\n")
     assert terminal.close() == 0
+
+
+def lines_shown(text: str) -> list[str]:
+    """What a screen shows after its control codes: carriage returns, line feeds, cleared lines."""
+    lines, column = [""], 0
+    for part in re.findall(r"\x1b\[K|[\r\n]|[^\r\n]", text):
+        if part == "\r":
+            column = 0
+        elif part == "\n":
+            lines.append("")
+            column = 0
+        elif part == "\x1b[K":
+            lines[-1] = lines[-1][:column]
+        else:
+            lines[-1] = lines[-1][:column].ljust(column) + part + lines[-1][column + 1 :]
+            column += 1
+    return lines
+
+
+def test_the_answer_stands_on_the_screen_whole_and_alone(model: Path, tmp_path: Path) -> None:
+    arguments = (model, "Hello", "--max-tokens", 5)
+    command = [sys.executable, "-m", "uma", "run", *map(str, arguments)]
+    piped = subprocess.run(command, capture_output=True, env=environment(tmp_path), check=True)
+    answer = piped.stdout.decode().splitlines()
+    assert any(answer)
+    terminal = Terminal(*arguments, home=tmp_path)
+    screen = lines_shown(terminal.until("cut after"))
+    terminal.close()
+    start = screen.index(answer[0])
+    assert screen[start : start + len(answer)] == answer
+    assert not any("reading the prompt" in line or "loading" in line for line in screen)
+
+
+def test_each_turn_is_recorded(chat: Terminal, tmp_path: Path) -> None:
+    for _ in range(2):
+        chat.type("Hello\n")
+        chat.until(">>> ")
+    chat.type("/bye\n")
+    assert chat.close() == 0
+    records = list((tmp_path / "state" / "records").glob("*.json"))
+    assert len(records) == 2
+    assert all(json.loads(r.read_text())["speeds"]["generation_tokens"] == 6 for r in records)
+
+
+def test_json_is_refused_without_a_prompt(model: Path, tmp_path: Path) -> None:
+    terminal = Terminal(model, "--json", home=tmp_path)
+    terminal.until("--json needs a prompt")
+    assert terminal.close() == 2
+
+
+def test_what_was_thought_is_no_part_of_the_conversation(model: Path, tmp_path: Path) -> None:
+    folder = saved_model("full", tmp_path / "thinker")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE + "<think>")
+    lengths = []
+    for thinking in ("on", "hide"):
+        terminal = Terminal(
+            folder, "--max-tokens", 6, "--context", 600, "--thinking", thinking, home=tmp_path
+        )
+        for _ in range(2):
+            terminal.until(">>> ")
+            terminal.type("Hello\n")
+        told = terminal.until(">>> ")
+        terminal.type("/bye\n")
+        assert terminal.close() == 0
+        found = re.search(r"prompt (\d+) tokens", told)
+        assert found is not None
+        lengths.append(int(found[1]))
+    assert lengths[0] == lengths[1]
+
+
+def test_stdout_has_answers_alone_where_it_is_no_terminal(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "out"
+    with file.open("wb") as out:
+        terminal = Terminal(model, "--max-tokens", 6, home=tmp_path, stdout=out.fileno())
+    terminal.until(">>> ")
+    terminal.type("Hello\n")
+    terminal.until(">>> ")
+    terminal.type("/bye\n")
+    assert terminal.close() == 0
+    assert file.read_bytes().strip()
+    assert b">>>" not in file.read_bytes()

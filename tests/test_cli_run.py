@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import saved_model
+from models import CHAT_TEMPLATE, saved_model
 
 pytest.importorskip("mlx.core", reason="runs models")
 
@@ -151,6 +151,53 @@ def test_a_saved_prompt_is_reused_and_says_how_much(
     assert second["text"] == first["text"]
 
 
+def test_terms_of_a_reused_prompt_are_bounds_that_hold(
+    home: Path, model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompt"
+    # The file holds 300 slots, to which 300 more tokens add 512: from nothing it would be 768.
+    for prompt in ("word " * 100, "word " * 600, "word " * 120):
+        arguments = (model, prompt, "--max-tokens", 4, "--prompt-cache", file, "--json")
+        found = document(uma(home, *arguments))
+        ledger = found["ledger"]
+        caches = [t for t in ledger["terms"] if t["name"] == "kv_cache"]
+        for term in caches:
+            assert (term["basis"] == "bound") == (found["reused_tokens"] > 0)
+            assert term["measured_bytes"] <= term["predicted_bytes"]
+            if term["basis"] == "exact":
+                assert term["measured_bytes"] == term["predicted_bytes"]
+        assert ledger["measured_peak_bytes"] <= ledger["predicted_peak_bytes"]
+    assert found["reused_tokens"] > 100
+
+
+@pytest.mark.parametrize("name", ["file/prompt", "n" * 300])
+def test_a_prompt_cache_that_cannot_be_written_is_refused_before_the_answer(
+    home: Path, model: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "file").write_text("a file")
+    done = uma(home, model, "Hi", "--max-tokens", 2, "--prompt-cache", tmp_path / name)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_leaves_the_saved_prompt_as_it_was(home: Path, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt"
+    cached = (str(model), "--prompt-cache", str(file))
+    assert uma(home, *cached, "word " * 100, "--max-tokens", 4).returncode == 0
+    before = file.read_bytes()
+    command = [sys.executable, "-m", "uma", "run", *cached, "Hi", "--context", "4000"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment(home)
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)  # the answer has begun
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert file.read_bytes() == before
+
+
 def test_fewer_bits_are_quantized_on_load(home: Path, model: Path) -> None:
     found = document(
         uma(home, model, "Hi", "--bits", 4, "--max-tokens", 2, "--dequantize", "never", "--json")
@@ -251,11 +298,14 @@ def test_llama_3_70b_is_planned_without_weights_or_network(home: Path) -> None:
     assert (weights["basis"], weights["source"]) == ("exact", "catalog shapes x affine 4/64")
 
 
+def records(home: Path) -> list[Path]:
+    return sorted((home / "state" / "records").glob("*.json"))
+
+
 def test_a_record_is_kept_and_holds_no_text_of_the_user(home: Path, model: Path) -> None:
     prompt = "a-very-secret-prompt"
     assert uma(home, model, prompt, "--max-tokens", 3).returncode == 0
-    records = sorted((home / "state" / "records").glob("*.json"))
-    newest = records[-1].read_text()
+    newest = max(records(home), key=os.path.getmtime).read_text()
     assert json.loads(newest)["ledger"]["terms"]
     assert prompt not in newest
     assert str(model) not in newest
@@ -268,15 +318,104 @@ def test_no_record_keeps_none(home: Path, model: Path) -> None:
     assert (len(list(folder.glob("*"))) if folder.exists() else 0) == before
 
 
-def test_many_prompts_are_answered_in_order_and_pages_are_compared(
-    home: Path, model: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
     file = tmp_path / "prompts.txt"
-    file.write_text('Hello\n{"prompt": "word word word"}\n"Hi"\n')
-    done = uma(home, model, "--prompts", file, "--max-tokens", 3)
+    file.write_text('Hello\n{"prompt": "word word word"}\n"Hi \\ud800"\n')
+    return file
+
+
+def test_many_prompts_are_answered_in_order_and_pages_are_compared(
+    home: Path, model: Path, prompts: Path
+) -> None:
+    done = uma(home, model, "--prompts", prompts, "--max-tokens", 3)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 3
+    assert "kv_cache" in done.stderr
     assert "in pages of 16 tokens" in done.stderr
+
+
+def test_a_batch_is_planned_and_measured_and_recorded_as_one(
+    home: Path, model: Path, prompts: Path
+) -> None:
+    before = set(records(home))
+    found = document(uma(home, model, "--prompts", prompts, "--max-tokens", 3, "--json"))
+    names = "answers held_bytes paged_bytes prompt_tps model machine settings ledger process"
+    assert set(f"{names} schema_version".split()) <= found.keys()
+    assert found["settings"]["batch_size"] == 3
+    assert [a["generation_tokens"] for a in found["answers"]] == [3, 3, 3]
+    ledger = found["ledger"]
+    assert ledger["measured_peak_bytes"] <= ledger["predicted_peak_bytes"]
+    (record,) = set(records(home)) - before
+    assert json.loads(record.read_text())["settings"]["batch_size"] == 3
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [("Hello",), ("--draft-model", "x"), ("--prompt-cache", "x"), ("--kv-bits", 8)],
+)
+def test_what_a_batch_would_ignore_is_refused(
+    home: Path, model: Path, prompts: Path, beside: tuple[object, ...]
+) -> None:
+    done = uma(home, model, *beside, "--prompts", prompts)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--prompts does not go with" in done.stderr
+
+
+def test_bytes_that_are_no_text_do_not_stop_a_run(home: Path, model: Path) -> None:
+    for arguments, piped in (
+        ([], b"caf\xe9"),
+        ([b"caf\xe9"], b""),
+        ([b"Hi", b"--system", b"caf\xe9"], b""),
+    ):
+        command = [sys.executable, "-m", "uma", "run", str(model), "--max-tokens", "2"]
+        done = subprocess.run(
+            [*command, *arguments], input=piped, capture_output=True, env=environment(home)
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_memory_of_the_process_is_told_and_kept(home: Path, model: Path) -> None:
+    shown = uma(home, model, "Hi", "--max-tokens", 2).stderr
+    assert any(line.startswith("process: ") for line in shown.splitlines())
+    before = set(records(home))
+    process = document(uma(home, model, "Hi", "--max-tokens", 2, "--json"))["process"]
+    assert process["peak_bytes"] >= process["current_bytes"] > 10_000_000
+    (record,) = set(records(home)) - before
+    kept = json.loads(record.read_text())["ledger"]["process"]
+    assert kept["peak_bytes"] == process["peak_bytes"]
+
+
+def test_notes_on_the_machine_are_shown(home: Path, model: Path) -> None:
+    code = (
+        "import sys, dataclasses, uma.cli.session as s; real = s.live_machine; "
+        "s.live_machine = lambda: dataclasses.replace(real(), notes=('limit raised by hand',)); "
+        f"from uma.cli import main; sys.exit(main(['run', {str(model)!r}, 'Hi', '--max-tokens=2']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(home)
+    )
+    assert done.returncode == 0, done.stderr
+    assert "note: limit raised by hand" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose template begins each answer inside a thinking block."""
+    folder = saved_model("full", tmp_path_factory.mktemp("models") / "thinker")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE + "<think>")
+    return folder
+
+
+def test_thinking_is_told_from_the_answer(home: Path, thinker: Path) -> None:
+    shown = uma(home, thinker, "Hi", "--max-tokens", 5)
+    found = document(uma(home, thinker, "Hi", "--max-tokens", 5, "--json"))
+    hidden = document(uma(home, thinker, "Hi", "--max-tokens", 5, "--json", "--thinking", "hide"))
+    assert found["text"] == hidden["text"] == ""
+    assert found["thinking"]
+    assert hidden["thinking"] == ""
+    assert shown.stdout.strip() == ""
+    assert found["thinking"] in shown.stderr
 
 
 def test_ctrl_c_ends_the_answer_with_130_and_leaves_the_lock(home: Path, model: Path) -> None:
@@ -304,11 +443,20 @@ def test_output_survives_a_narrow_console(home: Path, model: Path) -> None:
 
 
 def test_a_reader_that_leaves_ends_the_run_quietly(home: Path, model: Path) -> None:
-    command = f"{sys.executable} -m uma run {model} Hi --context 600 | head -c 1 > /dev/null"
-    done = subprocess.run(
-        command, shell=True, capture_output=True, text=True, env=environment(home), input=""
-    )
-    assert "Traceback" not in done.stderr
+    command = [sys.executable, "-m", "uma", "run", str(model), "Hi", "--context", "4000", "-q"]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(home),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
 
 
 def test_the_server_command_names_the_planned_limits(home: Path, model: Path) -> None:

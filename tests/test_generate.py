@@ -250,6 +250,7 @@ def test_a_seed_repeats_an_answer_and_another_changes_it(loaded: dict[str, Loade
         ({}, Sampling()),
         ({"do_sample": True}, Sampling(temp=1.0)),
         ({"do_sample": False, "temperature": 0.6}, Sampling()),
+        ({"do_sample": True, "temperature": 0}, Sampling()),
         (
             {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1},
             Sampling(temp=0.6, top_p=0.95, top_k=20, min_p=0.1),
@@ -269,6 +270,30 @@ def test_a_broken_generation_config_is_named(content: str, tmp_path: Path) -> No
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
         sampling_defaults(tmp_path)
+
+
+def test_a_generation_config_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "generation_config.json").write_text("{}")
+
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        sampling_defaults(tmp_path)
+
+
+def test_a_prompt_that_shares_nothing_starts_with_an_empty_cache(
+    loaded: dict[str, LoadedModel],
+) -> None:
+    model = loaded["full"]
+    cache = fresh(model, 1024)
+    run(model, cache, [5] * 600, max_tokens=2)
+    _, stats = run(model, cache, [6] * 10, max_tokens=2)
+    token = 4 * 2 * 2 * 32 * 4  # layers, keys and values, heads of 32, float32
+    assert (stats.reused_tokens, stats.cache_bytes) == (0, 256 * token)
 
 
 @pytest.mark.parametrize("kind", ["full", "hybrid", "recurrent"])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+resource = pytest.importorskip("resource")  # none on Windows, nor is there MLX
 mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 

@@ -1,5 +1,6 @@
 """Bytes of caches, against mlx-lm's own cache objects fed with real arrays and real models."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from oracle.build import cache_bytes_of_a_run, runnable
 from oracle.tiny import TINY
 
 from uma.architecture import MODULES, REMAPPING, WRAPPERS, architecture_from_config
-from uma.engines.mlx_cache import honours_max_kv_size, kv_quantization, layer_caches
+from uma.engines.mlx_cache import UNIFORM, kv_quantization, layer_caches
 from uma.errors import UsageError
 from uma.memory.kv_cache import (
     CacheBytes,
@@ -162,14 +163,9 @@ def test_a_running_model_outgrows_its_cache_as_predicted(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", sorted(MODULES.keys() | WRAPPERS.keys()))
-def test_max_kv_size_is_honoured_where_mlx_lm_has_no_make_cache(module: str) -> None:
-    from importlib import import_module
-
+def test_a_module_is_uniform_where_mlx_lm_has_no_make_cache(module: str) -> None:
     model = import_module(f"mlx_lm.models.{module}").Model
-    config = next(c for c in (*TINY.values(),) if "text_config" not in c)
-    architecture = architecture_from_config(config)
-    object.__setattr__(architecture, "module", module)
-    assert honours_max_kv_size(architecture) is not hasattr(model, "make_cache")
+    assert (module in UNIFORM) is not hasattr(model, "make_cache")
 
 
 @pytest.mark.parametrize("module", TINY)
@@ -242,14 +238,6 @@ def test_mlx_lm_cannot_quantize_the_layers_that_we_keep() -> None:
     caches = [mlx_cache.QuantizedKVCache(32, 8) for _ in model.layers]
     with pytest.raises(ValueError, match="sinks"):
         model(mx.ones((1, 8), mx.int32), cache=caches)
-
-
-def test_a_bounded_cache_stops_at_max_kv_size() -> None:
-    architecture = architecture_from_config(TINY["qwen3"])
-    layers = layer_caches(architecture, max_kv_size=128)
-    assert (
-        cache_bytes(layers, 1000, 256, 50).decode_end == cache_bytes(layers, 500, 256).prefill_end
-    )
 
 
 def test_remapped_types_share_a_module() -> None:

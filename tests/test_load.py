@@ -16,7 +16,10 @@ from mlx_lm.tuner.utils import linear_to_lora_layers  # noqa: E402
 from mlx_lm.utils import load_model, quantize_model  # noqa: E402
 from models import CONFIGS, build_model, saved_model  # noqa: E402
 
+from uma.architecture import architecture_from_config  # noqa: E402
+from uma.checkpoint.source import locate  # noqa: E402
 from uma.errors import CheckpointError, UmaError, UnsupportedModel  # noqa: E402
+from uma.plan.forms import forms_of  # noqa: E402
 from uma.quantization import Quantization  # noqa: E402
 from uma.runtime.load import load  # noqa: E402
 
@@ -132,6 +135,45 @@ def test_embedding_and_head_are_converted_before_the_layers_are_held(tmp_path: P
     matrix = source * (8 + 2) // 32  # 8 bits, and a scale and a bias in float32 for 32 weights
     assert peak == pytest.approx(2 * matrix + source, rel=0.02)
     assert peak < loaded.weights_bytes + source
+
+
+def store_experts_one_by_one(folder: Path) -> None:
+    """Rewrite the weights as Hugging Face's Qwen 3 has them: a matrix for each expert."""
+    path = folder / "model.safetensors"
+    weights = {}
+    for name, value in mx.load(str(path)).items():
+        before, stacked, after = name.partition("switch_mlp.")
+        for i, expert in enumerate(value if stacked else ()):
+            weights[f"{before}experts.{i}.{after}"] = expert
+        if not stacked:
+            weights[name] = value
+    mx.eval(weights)
+    mx.save_safetensors(str(path), weights)
+    (folder / "model.safetensors.index.json").unlink()
+
+
+@pytest.mark.parametrize("kind", ["moe", "full"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_plan_knows_what_quantizing_takes_above_the_result(
+    kind: str, bits: int, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2}
+    folder = saved_model(
+        kind, tmp_path, dtype="bfloat16", moe_intermediate_size=512, num_experts=8, **sizes
+    )
+    if kind == "moe":
+        store_experts_one_by_one(folder)
+    source = locate(str(folder))
+    (form,) = forms_of(source, architecture_from_config(source.config), bits=bits)
+    gc.collect()
+    mx.reset_peak_memory()
+
+    loaded = load(folder, quantization=form.quantization)
+
+    # The peak is at the last matrix; what other tests left may be freed before.
+    above = mx.get_peak_memory() - mx.get_active_memory()
+    assert loaded.weights_bytes == form.weights.size_bytes
+    assert sum(term.size_bytes for term in form.load_terms) == pytest.approx(above, rel=0.01)
 
 
 def test_full_precision_is_what_mlx_lm_loads(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from uma.machine import (
     verdict,
 )
 from uma.plan.limits import (
-    limit_table,
     mlx_limits,
     smallest_wired_limit_mb,
     wired_limit_advice,
@@ -405,23 +404,6 @@ def test_there_is_no_advice_where_none_is_needed_or_possible() -> None:
     assert wired_limit_advice(17 * GIB, mac(16)) is None
     box = Machine("box", "host", "cpu", 24 * GIB, 24 * GIB, "installed memory")
     assert wired_limit_advice(30 * GIB, box) is None
-
-
-def test_one_table_holds_all_lines_and_ends_with_the_effective_one() -> None:  # A18
-    machine = replace(mac(64, iogpu__wired_limit_mb=59_392), available_bytes=60 * GIB)
-    budget = budget_of(machine, user_budget_bytes=57 * GIB)
-    limits = mlx_limits(20 * GIB, 18 * GIB, budget, machine)
-    rows = dict(limit_table(budget, limits))
-    assert rows == {
-        "limit: sysctl iogpu.wired_limit_mb": 58 * GIB,
-        "memory less a reserve of 8.00 GiB for the system": 56 * GIB,
-        "memory that other programs leave now": 59 * GIB,
-        "your budget": 57 * GIB,
-        "memory limit of MLX": 20 * GIB,
-        "pool limit of MLX": 2560 * MIB,
-        "wired limit of MLX": 22.5 * GIB,
-        "effective budget (memory less a reserve of 8.00 GiB for the system)": 56 * GIB,
-    }
 
 
 def test_a_budget_made_by_hand_needs_only_its_two_lines() -> None:

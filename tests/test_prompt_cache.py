@@ -17,7 +17,12 @@ from uma.errors import CheckpointError, StorageError, UsageError  # noqa: E402
 from uma.runtime.cache import PromptCache, prompt_cache  # noqa: E402
 from uma.runtime.generate import Settings, generate  # noqa: E402
 from uma.runtime.load import LoadedModel, load  # noqa: E402
-from uma.runtime.prompt_file import fingerprint, load_prompt, save_prompt  # noqa: E402
+from uma.runtime.prompt_file import (  # noqa: E402
+    check_writable,
+    fingerprint,
+    load_prompt,
+    save_prompt,
+)
 
 PROMPT = [5 + i % 300 for i in range(70)]
 
@@ -180,3 +185,27 @@ def test_a_folder_that_does_not_exist_is_named(
     answer(model, cache, PROMPT, 3)
     with pytest.raises(StorageError, match="nowhere"):
         save_prompt(tmp_path / "nowhere" / "prompt", cache, model)
+
+
+@pytest.mark.parametrize("name", ["file/prompt", "nowhere/prompt", "folder", "n" * 300, "a\0b"])
+def test_a_path_that_cannot_be_written_is_refused_before_and_after(
+    name: str, loaded: dict[str, LoadedModel], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StorageError, match="cannot be written"):
+        check_writable(tmp_path / name)
+    model = loaded["full"]
+    cache = fresh(model)
+    answer(model, cache, PROMPT, 3)
+    with pytest.raises(StorageError, match="cannot be written"):
+        save_prompt(tmp_path / name, cache, model)
+
+
+def test_a_check_leaves_nothing_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 250)
+    check_writable(path)
+    assert list(tmp_path.iterdir()) == []
+    path.write_text("former")
+    check_writable(path)
+    assert path.read_text() == "former"

@@ -9,7 +9,6 @@ from uma.quantization import (
     GGUF_TYPES,
     MODES,
     Quantization,
-    gguf_bytes,
     quantization_for,
     quantization_of_config,
 )
@@ -82,15 +81,6 @@ def test_gguf_blocks_are_those_of_the_gguf_package() -> None:
     constants = pytest.importorskip("gguf.constants")
     theirs = {kind.name: tuple(sizes) for kind, sizes in constants.GGML_QUANT_SIZES.items()}
     assert theirs == GGUF_TYPES
-
-
-def test_gguf_bytes_count_blocks_along_the_last_axis() -> None:
-    assert gguf_bytes("Q4_K", (4096, 4096)) == 4096 * 4096 // 256 * 144
-    assert gguf_bytes("F32", (576,)) == 576 * 4
-    with pytest.raises(ValueError, match="blocks of 256"):
-        gguf_bytes("Q4_K", (4, 576))
-    with pytest.raises(UnsupportedModel, match="Q4_0"):
-        gguf_bytes("Q9_Z", (32,))
 
 
 def test_a_config_of_mlx_names_its_exceptions() -> None:

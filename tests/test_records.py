@@ -15,7 +15,7 @@ SECRET = "My passphrase is xyzzy and my doctor said"
 
 RECORD = {
     "command": "uma run",
-    "model": {"name": "smollm2-135m", "bits": 4, "group_size": 32, "mode": "affine"},
+    "model": {"name": "smollm2-135m", "kind": "catalog", "config_basis": "exact", "repo": None},
     "machine": {
         "name": "Apple M4 Max, 64 GiB",
         "memory_bytes": 68719476736,
@@ -25,7 +25,14 @@ RECORD = {
         "gpu_cores": None,
     },
     "versions": {"mlx": "0.32.4", "mlx_lm": "0.32.2", "uma": "0.1.0", "python": "3.11.7"},
-    "settings": {"context_tokens": 8192, "temp": 0.7, "thinking": "off", "wire": True},
+    "settings": {
+        "context_tokens": 8192,
+        "temp": 0.7,
+        "form": "affine 4/32",
+        "budget_source": "memory less a reserve of 1.47 GiB for the system",
+        "blas": "OpenBLAS 0.3.31",
+    },
+    "process": {"kind": "footprint", "current_bytes": 10, "peak_bytes": 20},
     "ledger": Ledger(
         (MemoryTerm("weights", 10, "exact", "catalog shapes × affine 4/64"),), 100, 200, "fits"
     ).to_json(),
@@ -48,8 +55,8 @@ HOSTILE = [
     {"settings": {"prompt": SECRET, "system": SECRET, "stop": [SECRET]}},
     {"settings": {"prompt_token_ids": [1, 2, 3]}},
     {"settings": {SECRET: 1}},
-    {"settings": {"thinking": SECRET * 5}},
-    {"settings": {"thinking": f"on\n{SECRET}"}},
+    {"settings": {"form": SECRET * 5}},
+    {"settings": {"form": f"on\n{SECRET}"}},
     {"model": {"path": "/home/ann/xyzzy"}},
     {"model": {"name": "/home/ann/xyzzy"}},
     {"model": {"name": "~/xyzzy"}},
@@ -63,6 +70,7 @@ HOSTILE = [
     {"notes": ["xyzzy"]},
     {"command": f"uma run {SECRET}"},
     {"command": "uma run xyzzy"},
+    {"settings": {"thinking": SECRET}},
     {"environment": {"HOME": "/home/xyzzy"}},
     {"versions": {"uma": b"xyzzy"}},
 ]

@@ -14,7 +14,14 @@ from uma.ledger import Ledger  # noqa: E402
 from uma.machine import read_machine  # noqa: E402
 from uma.runtime.generate import Settings  # noqa: E402
 from uma.runtime.measure import PhaseMeter  # noqa: E402
-from uma.runtime.session import Measured, Session, answer, measured_ledger, open_session  # noqa: E402
+from uma.runtime.session import (  # noqa: E402
+    Measured,
+    Session,
+    answer,
+    longer_context,
+    measured_ledger,
+    open_session,
+)
 from uma.units import MIB  # noqa: E402
 
 KINDS = sorted(CONFIGS)
@@ -59,3 +66,48 @@ def test_the_limits_end_with_the_session(folder: Path) -> None:
         assert mx.set_cache_limit(before) == 12345678
     finally:
         mx.set_cache_limit(before)
+
+
+TURNS = [(700, 0), (60, 10_000), (1, 300), (800, 10_000), (20, 5), (260, 0)]
+"""New tokens of a prompt, and how many of the conversation so far it begins with."""
+
+
+@pytest.mark.parametrize("step", [64, 512])
+def test_a_cache_kept_from_turn_to_turn_stays_within_its_bound(folder: Path, step: int) -> None:
+    chosen = RunOptions(context=1500, prefill_step_size=step)
+    planned = plan_of(chosen, locate(str(folder)), read_machine())
+    settings = Settings(max_tokens=8, prefill_step_size=step)
+    said: list[int] = []
+    reused = []
+    with open_session(planned.plan, folder) as session:
+        session.loaded.tokenizer.eos_token_ids = set()
+        for new, kept in TURNS:
+            prompt = [*said[:kept], *(3 + (7 * i + new) % 300 for i in range(new))]
+            measured = Measured(PhaseMeter())
+            pieces = answer(session, prompt, settings, measured)
+            said = [*prompt, *(p.token for p in pieces if p.token is not None)]
+            ledger = measured_ledger(session, measured)
+            assert measured.stats is not None
+            reused.append(measured.stats.reused_tokens)
+            for term in ledger.terms:
+                got = ledger.measured.get((term.name, term.phase))
+                if term.basis == "exact" and got is not None:
+                    assert got == term.size_bytes, (term, reused)
+                elif term.name == "kv_cache" and got is not None:
+                    assert reused[-1]
+                    assert got <= term.size_bytes, (term, reused)
+            assert ledger.measured_peak_bytes is not None
+            assert ledger.measured_peak_bytes <= ledger.predicted_peak_bytes + MIB
+    assert reused[1] == 708
+
+
+def test_a_longer_context_is_told_only_if_it_fits(folder: Path) -> None:
+    source, machine = locate(str(folder)), read_machine()
+    plan = plan_of(RunOptions(context=1024), source, machine).plan
+    assert longer_context(plan) == 2048
+    full = RunOptions(context=1024, budget_bytes=plan.active_peak_bytes + 1)
+    found = longer_context(plan_of(full, source, machine).plan)
+    assert found is None or found > 1024  # caches of a window or a state may grow for nothing
+    if found is not None:
+        asked = RunOptions(context=found, budget_bytes=plan.active_peak_bytes + 1)
+        assert plan_of(asked, source, machine).plan.verdict != "exceeds"

@@ -15,6 +15,7 @@ from models import save_tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from uma.errors import CheckpointError
+from uma.runtime import template, template_worker
 from uma.runtime.template import chat_tokens, render
 
 MESSAGES = [
@@ -52,12 +53,12 @@ VARIABLES = {"bos_token": "<s>", "add_generation_prompt": True, "enable_thinking
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_gives_what_transformers_gives(name: str) -> None:
-    template = TEMPLATES[name]
+    source = TEMPLATES[name]
     variables = {k: v for k, v in VARIABLES.items() if k != "add_generation_prompt"}
     theirs, _ = render_jinja_template(
-        [MESSAGES], chat_template=template, add_generation_prompt=True, **variables
+        [MESSAGES], chat_template=source, add_generation_prompt=True, **variables
     )
-    ours = render(template, {"messages": MESSAGES, "tools": None, "documents": None} | VARIABLES)
+    ours = render(source, {"messages": MESSAGES, "tools": None, "documents": None} | VARIABLES)
     assert ours == theirs[0]
 
 
@@ -93,6 +94,18 @@ def test_a_hostile_template_is_stopped_in_bounded_time(
         render(HOSTILE[name], {"messages": MESSAGES})
     assert time.monotonic() - start < 5  # 2 s of its own, and the start of a process
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_start_is_not_held_against_the_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a cold disk: the process takes longer to start than a template may take."""
+    slow = tmp_path / "worker.py"
+    worker = Path(template_worker.__file__).read_text(encoding="utf-8")
+    slow.write_text(f"import time\ntime.sleep(1)\n{worker}", encoding="utf-8")
+    monkeypatch.setattr(template_worker, "__file__", str(slow))
+    monkeypatch.setattr(template, "SECONDS", 0.5)
+    assert render("{{ messages }}", {"messages": "Hi"}) == "Hi"
 
 
 def test_the_words_of_a_template_reach_the_user() -> None:

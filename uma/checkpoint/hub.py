@@ -10,13 +10,14 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from uma.checkpoint import Progress
 from uma.checkpoint.bounded_json import MAX_BYTES, loads
 from uma.checkpoint.safetensors import (
     INDEX,
@@ -46,9 +47,6 @@ SAFE_PATTERNS = (
     "*.txt",
     "*.jinja",
 )
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes that have come and the bytes there are."""
 
 
 @dataclass(frozen=True, slots=True)

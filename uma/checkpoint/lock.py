@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from uma.errors import StorageError
 
 POLL_S = 0.1
+_FAR = 1 << 30  # Windows locks bytes: one behind the text, so that others can read the text
 
 
-def try_lock(file: BinaryIO) -> bool:
-    """Whether this process now holds the lock on ``file``, which stays until it is closed.
+def try_lock(file: int) -> bool:
+    """Whether this process now holds the lock on a descriptor, which stays until it is closed.
 
     Raises:
         OSError: If the file system has no locks.
@@ -24,8 +24,8 @@ def try_lock(file: BinaryIO) -> bool:
         if sys.platform == "win32":
             import msvcrt
 
-            file.seek(0)
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            os.lseek(file, _FAR, os.SEEK_SET)
+            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
         else:
             import fcntl
 
@@ -53,12 +53,12 @@ def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[No
         raise StorageError(f"cannot write to {path.parent}: {error.strerror}") from None
     with file:
         try:
-            free = try_lock(file)
+            free = try_lock(file.fileno())
             if not free and waiting is not None:
                 waiting()
             while not free:
                 time.sleep(POLL_S)
-                free = try_lock(file)
+                free = try_lock(file.fileno())
         except OSError as error:
             raise StorageError(f"cannot lock {path}: {os.strerror(error.errno or 0)}") from None
         yield

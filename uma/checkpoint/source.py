@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from uma.catalog import Basis, model_config
-from uma.checkpoint import default_model, gguf, hub, safetensors
+from uma.checkpoint import Progress, default_model, gguf, hub, safetensors
 from uma.checkpoint.bounded_json import load_object
 from uma.checkpoint.names import Resolution, resolve
 from uma.errors import CheckpointError, HubError
@@ -112,7 +112,7 @@ def probe(source: ModelSource) -> ModelSource:
 
 
 def fetch(
-    source: ModelSource, *, cache_dir: Path | None = None, progress: hub.Progress | None = None
+    source: ModelSource, *, cache_dir: Path | None = None, progress: Progress | None = None
 ) -> ModelSource:
     """``source`` with its files on this disk, downloaded where they are not.
 

@@ -3,12 +3,12 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from uma.checkpoint import Progress
 from uma.errors import HubError, StorageError
 from uma.units import MIB, format_gib
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:  # these read certificates and start HTTP, which a cached file
 
 ATTEMPTS = 3
 CHUNK_BYTES = MIB
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes that have come and the bytes there are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,24 +10,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``uma`` and return its exit code: the only place that catches ``UmaError``."""
     from uma.cli.app import app
 
-    _survive_narrow_encodings()
+    _survive_other_encodings()
     try:
         app(args=None if arguments is None else list(arguments), prog_name="uma")
     except UmaError as error:
         print(f"uma: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:
-        # The reader of the pipe left: nothing to tell, and nowhere to tell it.
-        sys.stdout = None
-        return 1
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 1
     return 0
 
 
-def _survive_narrow_encodings() -> None:
-    """Show what a cp1252 or ASCII console cannot as ``?`` instead of failing."""
-    for stream in (sys.stdout, sys.stderr):
+def _survive_other_encodings() -> None:
+    """Show what a cp1252 or ASCII console cannot as ``?``, and read what is no text as U+FFFD."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")

@@ -2,10 +2,13 @@
 
 import json
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from uma.cli.plan import model_json
+from uma.cli.outcome import keep, ledger_lines, run_json
 from uma.cli.progress import progress, say
 from uma.cli.run import RunOptions
 from uma.cli.session import Ready, ready, template_config
@@ -13,15 +16,34 @@ from uma.errors import UsageError
 
 if TYPE_CHECKING:
     from uma.ledger import Ledger
-    from uma.runtime.generate import Settings, Stats
+    from uma.runtime.generate import Piece, Settings, Stats
     from uma.runtime.session import Measured
+
+
+@dataclass(slots=True)
+class Reply:
+    """What was said, without what was thought; what was measured; whether Ctrl-C ended it."""
+
+    measured: "Measured"
+    text: str = ""
+    thinking: str = ""
+    interrupted: bool = False
 
 
 def run_prompt(chosen: RunOptions) -> int:
     """Answer one prompt."""
     prompt = prompt_text(chosen)
-    with ready(chosen) as have:
+    with opened(chosen) as have:
         return _answer(chosen, have, prompt)
+
+
+@contextmanager
+def opened(chosen: RunOptions) -> Iterator[Ready]:
+    """The model, loaded; what is to be known of the machine is told."""
+    with ready(chosen) as have:
+        for note in have.planned.plan.machine.notes:
+            say(f"note: {note}", chosen.quiet)
+        yield have
 
 
 def prompt_text(chosen: RunOptions) -> str:
@@ -39,8 +61,16 @@ def prompt_text(chosen: RunOptions) -> str:
 
 
 def messages_of(chosen: RunOptions, prompt: str) -> list[dict[str, Any]]:
-    system = [] if chosen.system is None else [{"role": "system", "content": chosen.system}]
-    return [*system, {"role": "user", "content": prompt}]
+    return [*system_message(chosen), message("user", prompt)]
+
+
+def system_message(chosen: RunOptions) -> list[dict[str, Any]]:
+    return [] if chosen.system is None else [message("system", chosen.system)]
+
+
+def message(role: str, content: str) -> dict[str, Any]:
+    """A message of a chat; bytes that are no text, which an argument can hold, become ``?``."""
+    return {"role": role, "content": content.encode("utf-8", "replace").decode()}
 
 
 def chat_prompt(chosen: RunOptions, have: Ready, messages: list[dict[str, Any]]) -> list[int]:
@@ -73,73 +103,77 @@ def settings_of(chosen: RunOptions, have: Ready) -> "Settings":
 
 
 def _answer(chosen: RunOptions, have: Ready, prompt: str) -> int:
-    from uma.runtime.prompt_file import load_prompt, save_prompt
+    from uma.runtime.prompt_file import check_writable, load_prompt, save_prompt
 
-    session = have.session
+    session, file = have.session, chosen.prompt_cache
     tokens = chat_prompt(chosen, have, messages_of(chosen, prompt))
     settings = settings_of(chosen, have)
-    if chosen.prompt_cache is not None and chosen.prompt_cache.exists():
-        load_prompt(chosen.prompt_cache, session.cache, session.loaded)
-    text, measured, interrupted = stream(chosen, have, tokens, settings)
-    if chosen.prompt_cache is not None:
-        save_prompt(chosen.prompt_cache, session.cache, session.loaded)
-    finish(chosen, have, settings, measured, text)
-    return 130 if interrupted else 0
+    if file is not None:
+        check_writable(file)
+        if file.exists():
+            load_prompt(file, session.cache, session.loaded)
+    reply = stream(chosen, have, tokens, settings)
+    finish(chosen, have, settings, reply)
+    if reply.interrupted:  # the file may hold more than the cache does now
+        return 130
+    if file is not None:
+        save_prompt(file, session.cache, session.loaded)
+    return 0
 
 
-def stream(
-    chosen: RunOptions, have: Ready, tokens: list[int], settings: "Settings"
-) -> "tuple[str, Measured, bool]":
-    """Write the answer as it comes; its text, what was measured, whether Ctrl-C ended it."""
+def stream(chosen: RunOptions, have: Ready, tokens: list[int], settings: "Settings") -> Reply:
+    """Write the answer as it comes, its thinking to stderr."""
     from uma.runtime.measure import PhaseMeter
     from uma.runtime.session import Measured, answer
 
-    measured = Measured(PhaseMeter())
-    parts: list[str] = []
-    interrupted = False
-    with progress("reading the prompt", quiet=chosen.quiet) as show:
-        try:
-            for piece in answer(have.session, tokens, settings, measured, show):
-                if piece.thinking and chosen.thinking == "hide":
-                    continue
-                parts.append(piece.text)
-                if not chosen.json and piece.text:
-                    print(piece.text, end="", flush=True)
-        except KeyboardInterrupt:
-            interrupted = True
+    reply = Reply(Measured(PhaseMeter()))
+    try:
+        with progress("reading the prompt", quiet=chosen.quiet) as show:
+            pieces = answer(have.session, tokens, settings, reply.measured, show)
+            first = next(pieces)  # the line of the progress is gone before any text
+        for piece in chain([first], pieces):
+            _take(chosen, reply, piece)
+    except KeyboardInterrupt:
+        reply.interrupted = True
     if not chosen.json:
         print(flush=True)
-    return "".join(parts), measured, interrupted
+    return reply
 
 
-def finish(
-    chosen: RunOptions, have: Ready, settings: "Settings", measured: "Measured", text: str
-) -> None:
+def _take(chosen: RunOptions, reply: Reply, piece: "Piece") -> None:
+    if not piece.text or (piece.thinking and chosen.thinking == "hide"):
+        return
+    shown = not chosen.json
+    if piece.thinking:
+        reply.thinking += piece.text
+        if shown and not chosen.quiet:
+            print(piece.text, end="", file=sys.stderr, flush=True)
+        return
+    if shown and reply.thinking and not reply.text and not reply.thinking.endswith("\n"):
+        say("", chosen.quiet)
+    reply.text += piece.text
+    if shown:
+        print(piece.text, end="", flush=True)
+
+
+def finish(chosen: RunOptions, have: Ready, settings: "Settings", reply: Reply) -> None:
     """Report and record one answer."""
     from uma.runtime.session import measured_ledger
 
-    ledger = measured_ledger(have.session, measured)
-    report = _report(have, settings, measured, ledger)
+    ledger = measured_ledger(have.session, reply.measured)
+    report = report_of(have, settings, reply.measured.stats, ledger)
     if chosen.json:
-        print(json.dumps({"text": text} | report, indent=2))
+        print(json.dumps({"text": reply.text, "thinking": reply.thinking} | report, indent=2))
     elif not chosen.quiet:
-        say(_summary(have, measured, ledger, settings))
-    if chosen.record:
-        note = record(have, report)
-        if note is not None:
-            say(f"note: {note}", chosen.quiet)
+        say(_summary(have, reply.measured.stats, ledger, settings))
+    keep(chosen, have, report)
 
 
-def _report(
-    have: Ready, settings: "Settings", measured: "Measured", ledger: "Ledger"
+def report_of(
+    have: Ready, settings: "Settings", stats: "Stats | None", ledger: "Ledger"
 ) -> dict[str, Any]:
-    from uma.report.plan import plan_json
-    from uma.runtime.session import settings_record
-
-    plan, stats = have.planned.plan, measured.stats
-    document = plan_json(plan, model_json(have.planned.source)) | {"ledger": ledger.to_json()}
-    document["settings"] |= settings_record(settings) | {"blas": have.blas}
-    return _speeds(stats) | {"load_s": round(have.session.load_s, 3)} | document
+    """One answer as JSON, but for its text."""
+    return _speeds(stats) | run_json(have, settings, ledger)
 
 
 def _speeds(stats: "Stats | None") -> dict[str, Any]:
@@ -157,68 +191,35 @@ def _speeds(stats: "Stats | None") -> dict[str, Any]:
     return {name: found.get(name) for name in names}
 
 
-def _summary(have: Ready, measured: "Measured", ledger: "Ledger", settings: "Settings") -> str:
+def _summary(have: Ready, stats: "Stats | None", ledger: "Ledger", settings: "Settings") -> str:
     """The ledger of one answer, its speeds, and why it ended if not at its own end."""
-    from uma.report.ledger import ledger_text
+    from uma.report.answer import speed_text
 
-    lines = ["", ledger_text(ledger, have.planned.plan.budget.winner)]
-    stats = measured.stats
+    lines = ledger_lines(have, ledger)
     if stats is None:
         return "\n".join([*lines, "interrupted"])
     lines.append(speed_text(stats, have.session.load_s))
-    cut = cut_text(stats, settings, have.planned.plan.workload.context_tokens)
+    cut = cut_of(have, settings, stats)
     return "\n".join([*lines, *([cut] if cut else [])])
 
 
-def speed_text(stats: "Stats", load_s: float | None = None) -> str:
-    """Tokens and rates of one answer."""
-    rate = "" if stats.generation_tps is None else f" at {stats.generation_tps:,.1f} tokens/s"
-    reused = f" ({stats.reused_tokens:,} reused)" if stats.reused_tokens else ""
-    loaded = "" if load_s is None else f"loaded in {load_s:.1f} s, "
-    prompt = f"prompt {stats.prompt_tokens:,} tokens{reused} at {stats.prompt_tps:,.1f} tokens/s"
-    return f"{loaded}{prompt}, answer {stats.generation_tokens:,} tokens{rate}"
-
-
-def cut_text(stats: "Stats", settings: "Settings", context_tokens: int) -> str | None:
+def cut_of(have: Ready, settings: "Settings", stats: "Stats") -> str | None:
     """Why an answer is cut, or ``None``."""
-    if stats.finish_reason == "length":
-        return f"cut after {settings.max_tokens:,} tokens (--max-tokens)"
-    if stats.finish_reason == "context":
-        return f"cut: the context of {context_tokens:,} tokens is full (--context)"
-    return None
+    from uma.report.answer import cut_text
+    from uma.runtime.session import longer_context
 
-
-def record(have: Ready, report: dict[str, Any]) -> str | None:
-    """Keep one run on this machine; a note if that failed."""
-    from uma.catalog import models
-    from uma.paths import records_folder
-    from uma.records import model_name, write_record
-    from uma.runtime.versions import versions
-
-    source = have.planned.source
-    known = [model.hf_id.rsplit("/", 1)[-1] for model in models()]
-    name = model_name(source.name, local=source.repo is None, known=known)
-    speeds = {
-        key: value for key, value in report.items() if key.endswith(("_tps", "_s", "_tokens"))
-    }
-    kept = {
-        "command": "run",
-        "model": report["model"] | {"name": name, "repo": None},
-        "machine": report["machine"],
-        "versions": versions(),
-        "settings": report["settings"],
-        "ledger": report["ledger"],
-        "speeds": speeds,
-    }
-    return write_record(kept, records_folder()).note
+    plan = have.planned.plan
+    longer = longer_context(plan) if stats.finish_reason == "context" else None
+    return cut_text(stats, settings, plan.workload.context_tokens, longer)
 
 
 def run_batch(chosen: RunOptions) -> int:
-    """Answer the prompts of a file at once; each answer as a JSON line, or under its number."""
-    from uma.cli.batch import print_answers, read_prompts
+    """Answer the prompts of a file at once; each answer as a JSON line."""
+    from uma.cli.batch import BATCH_SIZE, print_answers, read_prompts, require_alone
 
+    require_alone(chosen)
     prompts = read_prompts(chosen.prompts)
-    with ready(chosen) as have:
+    with opened(replace(chosen, batch_size=min(BATCH_SIZE, len(prompts)))) as have:
         tokens = [chat_prompt(chosen, have, messages_of(chosen, prompt)) for prompt in prompts]
         print_answers(chosen, have, tokens, settings_of(chosen, have))
     return 0

@@ -3,17 +3,19 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from uma.cli.outcome import keep, ledger_lines, run_json
 from uma.cli.progress import progress, say
 from uma.cli.run import RunOptions
 from uma.errors import UsageError
-from uma.units import format_gib
 
 if TYPE_CHECKING:
     from uma.cli.session import Ready
-    from uma.runtime.batch import BatchResult
+    from uma.runtime.batch import BatchAnswer, BatchResult
     from uma.runtime.generate import Settings
+
+BATCH_SIZE = 8  # mlx-lm 0.32.2, generate.py, BatchGenerator: prefill_batch_size
 
 
 def read_prompts(path: Path | None) -> list[str]:
@@ -46,12 +48,49 @@ def _prompt(line: str, place: str) -> str:
     return prompt
 
 
+def require_alone(chosen: RunOptions) -> None:
+    """Refuse what the batch engine does not do.
+
+    Raises:
+        UsageError: If a prompt or an option stands beside ``--prompts`` that it would ignore.
+    """
+    beside = {
+        "a prompt": chosen.prompt,
+        "--draft-model": chosen.draft_model,
+        "--prompt-cache": chosen.prompt_cache,
+        "--kv-bits": chosen.kv_bits,
+    }
+    given = [name for name, value in beside.items() if value is not None]
+    if given:
+        raise UsageError(f"--prompts does not go with {', '.join(given)}; leave one of them out")
+
+
 def print_answers(
     chosen: RunOptions, have: "Ready", tokens: list[list[int]], settings: "Settings"
 ) -> None:
     """Answer all prompts; answers to stdout in the order of the prompts, bytes to stderr."""
+    from uma.report.answer import held_text
+    from uma.runtime.session import batch_ledger
+
+    result = _answered(chosen, have, tokens, settings)
+    ledger = batch_ledger(have.session, result)
+    answers = [_answer_json(chosen, answer) for answer in result.answers]
+    report = _numbers(result) | run_json(have, settings, ledger)
+    if chosen.json:
+        print(json.dumps({"answers": answers} | report, indent=2))
+    else:
+        for answer in answers:
+            print(json.dumps(answer))
+        say("\n".join([*ledger_lines(have, ledger), held_text(result)]), chosen.quiet)
+    keep(chosen, have, report)
+
+
+def _answered(
+    chosen: RunOptions, have: "Ready", tokens: list[list[int]], settings: "Settings"
+) -> "BatchResult":
     from uma.runtime.batch import batch
 
+    workload = have.planned.plan.workload
     done = 0
     with progress("answered", quiet=chosen.quiet) as show:
 
@@ -60,26 +99,32 @@ def print_answers(
             done += 1
             show(done, len(tokens))
 
-        result = batch(
+        return batch(
             have.session.loaded,
             tokens,
-            context_tokens=have.planned.plan.workload.context_tokens,
+            context_tokens=workload.context_tokens,
             settings=settings,
+            batch_size=workload.batch_size,
             on_answer=on_answer,
         )
-    if chosen.json:
-        print(json.dumps(asdict(result), indent=2))
-        return
-    for answer in result.answers:
-        print(json.dumps({"text": answer.text, "finish_reason": answer.finish_reason}))
-    say(held_text(result), chosen.quiet)
 
 
-def held_text(result: "BatchResult") -> str:
-    """Bytes held against bytes used, and what a paged cache would hold."""
-    share = 100 * result.used_bytes / result.held_bytes if result.held_bytes else 100.0
-    return (
-        f"caches held {format_gib(result.held_bytes)} at most, {share:.0f} % of it used; "
-        f"in pages of 16 tokens the same would take {format_gib(result.paged_bytes)}. "
-        f"prompt {result.prompt_tps:,.1f} tokens/s, answers {result.generation_tps:,.1f} tokens/s"
-    )
+def _answer_json(chosen: RunOptions, answer: "BatchAnswer") -> dict[str, Any]:
+    found = asdict(answer)
+    del found["tokens"]
+    if chosen.thinking == "hide":
+        found["thinking"] = ""
+    return found
+
+
+def _numbers(result: "BatchResult") -> dict[str, Any]:
+    """Totals of all answers, bytes of their caches, rates of all sequences together."""
+    return {
+        "prompt_tokens": sum(a.prompt_tokens for a in result.answers),
+        "generation_tokens": sum(a.generation_tokens for a in result.answers),
+        "prompt_tps": result.prompt_tps,
+        "generation_tps": result.generation_tps,
+        "held_bytes": result.held_bytes,
+        "used_bytes": result.used_bytes,
+        "paged_bytes": result.paged_bytes,
+    }

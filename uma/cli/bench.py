@@ -1,19 +1,21 @@
 """``uma bench``: prompt and generation rates with the ledger."""
 
 import json as json_module
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from uma.cli import options as opt
-from uma.cli.options import size_option
+from uma.cli.options import chosen_model, size_option
 
 if TYPE_CHECKING:
     from uma.cli.session import Ready
+    from uma.ledger import Ledger
     from uma.runtime.bench import Bench
 
 
 def bench(
+    context: typer.Context,
     model_argument: opt.Model = None,
     model: opt.ModelOption = None,
     prompt_tokens: Annotated[
@@ -36,7 +38,8 @@ def bench(
     budget: opt.BudgetSize = None,
     no_wire: opt.NoWire = False,
     dequantize: Annotated[
-        str, typer.Option(help="On a CPU: float32 weights; auto, always or never.")
+        Literal["auto", "always", "never"],
+        typer.Option(help="On a CPU: hold float32 weights, which run faster there."),
     ] = "auto",
     force: opt.Force = False,
     json: opt.Json = False,
@@ -55,12 +58,9 @@ def bench(
       uma bench llama-3-8b -p 2048 -g 128 -b 1 -n 5
     """
     from uma.cli.run import RunOptions
-    from uma.errors import UsageError
 
-    if dequantize not in ("auto", "always", "never"):
-        raise UsageError(f"--dequantize {dequantize!r} is not auto, always or never")
     chosen = RunOptions(
-        model=model or model_argument,
+        model=chosen_model(context, model_argument, model),
         bits=bits,
         mode=mode,
         group_size=group_size,
@@ -69,7 +69,7 @@ def bench(
         prefill_step_size=prefill_step_size,
         budget_bytes=size_option(budget, "--budget"),
         wire=not no_wire,
-        dequantize=dequantize,  # type: ignore[arg-type]
+        dequantize=dequantize,
         force=force,
         json=json,
         yes=yes,
@@ -84,6 +84,7 @@ def bench(
 
     with ready(chosen, "uma bench") as have, progress("trial", quiet=json) as show:
         from uma.runtime.bench import bench as run_bench
+        from uma.runtime.session import bench_ledger
 
         result = run_bench(
             have.session.loaded,
@@ -94,19 +95,19 @@ def bench(
             prefill_step_size=have.planned.plan.workload.prefill_step_size,
             on_trial=show,
         )
-    document = _document(have, result, generation_tokens)
-    print(json_module.dumps(document, indent=2) if json else _text(have, result, document))
+        ledger = bench_ledger(have.session, result)
+    if json:
+        print(json_module.dumps(_document(have, result, ledger), indent=2))
+    else:
+        print(_text(have, result, ledger))
 
 
-def _document(have: "Ready", result: "Bench", generation_tokens: int) -> dict[str, Any]:
+def _document(have: "Ready", result: "Bench", ledger: "Ledger") -> dict[str, Any]:
     from dataclasses import asdict
 
     from uma.cli.plan import model_json
     from uma.report.plan import plan_json
-    from uma.runtime.session import bench_ledger
 
-    plan = have.planned.plan
-    ledger = bench_ledger(have.session, result)
     rates = {
         f"{name}{suffix}": round(value, 3)
         for name in ("prompt_tps", "generation_tps", "ttft_s")
@@ -115,51 +116,33 @@ def _document(have: "Ready", result: "Bench", generation_tokens: int) -> dict[st
     return (
         rates
         | {"trials": [asdict(trial) for trial in result.trials]}
-        | plan_json(plan, model_json(have.planned.source))
-        | {"ledger": ledger.to_json(), "row": _row(have, result, generation_tokens, ledger)}
+        | plan_json(have.planned.plan, model_json(have.planned.source))
+        | {"ledger": ledger.to_json(), "row": _row(have, result, ledger)}
     )
 
 
-def _row(have: "Ready", result: "Bench", generation_tokens: int, ledger: Any) -> dict[str, Any]:
-    """The run in the columns of our measured rows of inference; unknown cells are empty."""
+def _row(have: "Ready", result: "Bench", ledger: "Ledger") -> dict[str, Any]:
+    import time
+
+    from uma.records import model_name
+    from uma.report.bench import bench_row
     from uma.runtime.versions import versions
 
-    plan = have.planned.plan
-    machine, workload = plan.machine, plan.workload
-    quantization = plan.form.quantization
-    prompt, generation = result.spread("prompt_tps"), result.spread("generation_tps")
-    peak = result.meter.peak_bytes
-    return {
-        "kind": "memory",
-        "engine": "mlx-lm",
-        "engine_version": versions()["mlx_lm"],
-        "backend": machine.backend,
-        "model": have.planned.source.name,
-        "quant": plan.form.name,
-        "group_size": "" if quantization is None else quantization.group_size,
-        "machine": machine.name,
-        "chip": machine.chip or machine.cpu or "",
-        "gpu_cores": machine.gpu_cores or "",
-        "ctx_alloc": workload.context_tokens,
-        "prompt_tokens": workload.longest_prompt_tokens,
-        "gen_tokens": generation_tokens,
-        "batch": workload.batch_size,
-        "ubatch": workload.prefill_step_size,
-        "mem_metric": "MLX peak memory",
-        "mem_value": peak,
-        "mem_unit": "B",
-        "mem_gib_norm": round(peak / 2**30, 4),
-        "pp_tok_s": round(prompt[0], 2),
-        "tg_tok_s": round(generation[0], 2),
-        "speed_std": f"{prompt[1]:.2f}/{generation[1]:.2f}",
-        "outcome": "ok",
-        "confidence": "A",
-    }
+    source = have.planned.source
+    return bench_row(
+        have.planned.plan,
+        ledger,
+        model=model_name(source.name, local=source.repo is None),
+        date=time.strftime("%Y-%m-%d", time.gmtime()),
+        versions=versions(),
+        peak_bytes=result.meter.peak_bytes,
+        prompt_tps=result.spread("prompt_tps"),
+        generation_tps=result.spread("generation_tps"),
+    )
 
 
-def _text(have: "Ready", result: "Bench", document: dict[str, Any]) -> str:
+def _text(have: "Ready", result: "Bench", ledger: "Ledger") -> str:
     from uma.report.ledger import ledger_text
-    from uma.runtime.session import bench_ledger
 
     lines = [
         f"{label} {mean:,.1f} tokens/s, standard deviation {spread:,.1f}"
@@ -168,5 +151,4 @@ def _text(have: "Ready", result: "Bench", document: dict[str, Any]) -> str:
             ("generation", result.spread("generation_tps")),
         )
     ]
-    ledger = bench_ledger(have.session, result)
     return "\n".join([*lines, "", ledger_text(ledger, have.planned.plan.budget.winner)])

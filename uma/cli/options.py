@@ -9,6 +9,9 @@ from uma.errors import UsageError
 from uma.units import parse_bytes
 
 
+MAX_CONTEXT_TOKENS = 1 << 24  # above the longest model's: Llama 4 Scout, 10,485,760
+
+
 def size_option(text: str | None, name: str) -> int | None:
     """Bytes of a size option, or ``None`` when it was not given."""
     if text is None:
@@ -17,6 +20,18 @@ def size_option(text: str | None, name: str) -> int | None:
         return parse_bytes(text)
     except ValueError as error:
         raise UsageError(f"{name}: {error}") from None
+
+
+def chosen_model(context: typer.Context, argument: str | None, option: str | None) -> str | None:
+    """The model of the first argument or of ``--model``; the argument overrules a setting.
+
+    Raises:
+        UsageError: If the command line gives both.
+    """
+    source = context.get_parameter_source("model")
+    if argument is not None and source is not None and source.name == "COMMANDLINE":
+        raise UsageError("the model is given twice: as --model and as the first argument")
+    return argument or option
 
 
 def complete_model(start: str) -> list[str]:
@@ -72,7 +87,8 @@ Context = Annotated[
     typer.Option(
         "--context",
         "--max-kv-size",
-        callback=positive("--context"),
+        min=1,
+        max=MAX_CONTEXT_TOKENS,
         help="Bound on prompt plus answer, in tokens. [default: what fits, at most 32768]",
     ),
 ]

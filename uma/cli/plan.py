@@ -263,7 +263,7 @@ def does_not_fit(planned: Planned) -> DoesNotFit:
 
     plan = planned.plan
     line = (
-        f"{planned.source.name} needs {format_gib(plan.active_peak_bytes)} for "
+        f"{planned.source.name} needs {format_gib(plan.ledger.predicted_peak_bytes)} for "
         f"{plan.workload.context_tokens:,} tokens of context; "
     )
     most = plan.machine.max_buffer_bytes

@@ -20,7 +20,10 @@ def say(text: str, quiet: bool = False) -> None:
 def progress(
     label: str, *, quiet: bool = False, sizes: bool = False
 ) -> Iterator[Callable[[int, int], None]]:
-    """A callback that takes what is done and the total; the line is wiped at the end."""
+    """A callback that takes what is done and the total; the line is wiped when all is done.
+
+    It is not wiped once more at the end of the block: other text may stand there by then.
+    """
     shown = not quiet and sys.stderr.isatty()
     last = 0.0
 
@@ -29,13 +32,21 @@ def progress(
         now = time.monotonic()
         if not shown or (now - last < _INTERVAL_S and done < total):
             return
+        if done >= total:
+            wipe()
+            return
         last = now
         amount = f"{format_gib(done)} of {format_gib(total)}" if sizes else f"{done:,} of {total:,}"
         share = f" ({100 * done // total} %)" if total else ""
         print(f"\r\x1b[K{label}: {amount}{share}", end="", file=sys.stderr, flush=True)
 
+    def wipe() -> None:
+        nonlocal last
+        if last:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        last = 0.0
+
     try:
         yield show
     finally:
-        if shown and last:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        wipe()

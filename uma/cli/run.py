@@ -1,5 +1,6 @@
 """``uma run``: the options, and which kind of run they ask for."""
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,9 @@ from uma.cli import options as opt
 from uma.cli.options import size_option
 from uma.errors import UsageError
 from uma.workload import DEFAULT_KV_GROUP_SIZE
+
+MAX_SEED = 2**64 - 1  # mlx.core.random.seed takes an unsigned 64-bit number
+MAX_TEMP = 100.0  # far above use; infinity and NaN are not within
 
 Thinking = Literal["on", "off", "hide"]
 Dequantize = Literal["auto", "always", "never"]
@@ -90,11 +94,15 @@ def run(
         int | None,
         typer.Option(callback=opt.positive("--max-tokens"), help="Longest answer, in tokens."),
     ] = None,
-    temp: Annotated[float | None, typer.Option(min=0, help="Temperature; 0 is greedy.")] = None,
+    temp: Annotated[
+        float | None, typer.Option(min=0, max=MAX_TEMP, help="Temperature; 0 is greedy.")
+    ] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus sampling.")] = None,
     min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Least probability.")] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="Likeliest tokens kept.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=MAX_SEED, help="Seed of the sampling.")
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text; repeatable.")
     ] = None,
@@ -157,6 +165,14 @@ def run(
         model_argument, prompt_argument = None, model_argument
     if prompt is not None and prompt_argument is not None:
         raise UsageError("the prompt is given twice: as --prompt and as an argument")
+    if (model or model_argument) == "":
+        raise UsageError("the model's name is empty; leave it out for the default model")
+    asked_model = model or model_argument
+    if prompt is None and prompt_argument is None and asked_model and " " in asked_model.strip():
+        raise UsageError(f"{asked_model!r} is no model's name; a prompt goes after --prompt")
+    for name, value in (("--temp", temp), ("--top-p", top_p), ("--min-p", min_p)):
+        if value is not None and math.isnan(value):
+            raise UsageError(f"{name} {value} is not a number")
     if quiet and verbose:
         raise UsageError("choose --quiet or --verbose")
     chosen = RunOptions(
@@ -218,6 +234,6 @@ def _dispatch(chosen: RunOptions, emit: Server | None) -> int:
 
     if chosen.prompts is not None:
         return answer.run_batch(chosen)
-    if chosen.prompt is None and sys.stdin.isatty():
+    if chosen.prompt is None and sys.stdin is not None and sys.stdin.isatty():
         return chat.run_chat(chosen)
     return answer.run_prompt(chosen)

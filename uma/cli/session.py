@@ -46,6 +46,7 @@ def ready(chosen: RunOptions, command: str = "uma run") -> Iterator[Ready]:
     from uma.paths import state_folder
     from uma.system.lock import heavy_command
 
+    template_config(chosen)  # refused now rather than after loading
     source = located(chosen)
     if source.path is None and source.config is not None:
         require_fit(chosen, plan_of(chosen, source, live_machine()), quiet=True)
@@ -190,7 +191,8 @@ def confirmed(chosen: RunOptions, source: "ModelSource") -> "ModelSource":
     if chosen.yes:
         say(what, chosen.quiet)
         return source
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+    terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+    if not terminal:
         raise Unconfirmed(f"{what}; say --yes to go on, or give a local folder")
     print(f"{what}. Go on? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):

@@ -12,7 +12,7 @@ from uma.plan.limits import wired_limit_advice
 from uma.quantization import quantization_of_config
 from uma.units import format_gib
 
-FEWEST_BITS = 4  # below it the answers suffer more than a smaller model's would
+FEW_BITS = 4  # below it the answers suffer more than a smaller model's would
 
 
 def advice(plan: InferencePlan, source: ModelSource) -> list[str]:
@@ -45,7 +45,8 @@ def _remedies(plan: InferencePlan, source: ModelSource) -> Iterator[str]:
             asked,
         )
         if fewer is not None:
-            yield _sentence(f"--bits {bits}", fewer)
+            worse = "" if bits >= FEW_BITS else "; answers suffer below 4 bits"
+            yield _sentence(f"--bits {bits}", fewer) + worse
             return
 
 
@@ -56,7 +57,7 @@ def _fewer_bits(plan: InferencePlan, source: ModelSource) -> list[int]:
     most = min(
         held.bits if held is not None else 16, stored.default.bits if stored is not None else 16
     )
-    return [bits for bits in (8, 6, 5, 4) if FEWEST_BITS <= bits < most]
+    return [bits for bits in (8, 6, 5, 4, 3, 2) if bits < most]
 
 
 def _tried(

@@ -24,6 +24,8 @@ from uma.workload import Backend
 
 DEFAULT_BITS = 4
 
+SLOW_NOTE = "16-bit numbers are slow on MLX's CPU backend: 30 times slower than float32 and more"
+
 
 def forms_of(
     source: ModelSource,
@@ -58,6 +60,7 @@ def forms_of(
         )
     if backend == "metal" or architecture.dtype == "float32":
         return (form,)
+    form = replace(form, notes=(*form.notes, SLOW_NOTE))
     scaled = _float32_scales_form(architecture, form, stored)
     packed = form.quantization or stored
     return (_float32_form(architecture, form, packed), *([scaled] if scaled else []), form)
@@ -124,7 +127,7 @@ def _float32_scales_form(
         name=f"{base.name}, float32 scales",
         weights=replace(weights, source=f"config shapes x {base.name}, float32 scales"),
         activation_bytes=4,
-        notes=(*base.notes, _float32_note(weights, base)),
+        notes=(*base.notes[:-1], _float32_note(weights, base)),
         kind="float32_scales",
     )
 
@@ -135,7 +138,7 @@ def _float32_form(
     """Every parameter as float32."""
     weights = replace(weight_bytes(architecture, None, 4), source="config shapes x float32")
     load = _load_terms(architecture, packed, None, DTYPE_BYTES[architecture.dtype], 4)
-    notes = (*base.notes, _float32_note(weights, base))
+    notes = (*base.notes[:-1], _float32_note(weights, base))
     return replace(
         base,
         name="float32",
@@ -156,15 +159,19 @@ def _load_terms(
 ) -> tuple[MemoryTerm, ...]:
     """What loading holds above the result at its worst, converting one matrix after another.
 
-    Embeddings come first, then the layers, then the rest, as mlx-lm's modules list them.
+    What is outside the layers comes first (``uma.runtime.load``). Experts of a full-precision
+    checkpoint are mostly stored one by one, and exist twice while they are stacked.
     """
-    order = sorted(architecture.parameters, key=lambda p: p.kind != "embedding")
-    first = [p for p in order if p.kind == "embedding"]
-    inside = [p for layer in architecture.layers for p in layer.parameters]
+    inside = [
+        parameter
+        for layer in architecture.layers
+        for parameter in sorted(layer.parameters, key=lambda p: len(p.shape))
+    ]
     held = most = 0
-    for parameter in (*first, *inside, *order[len(first) :]):
+    for parameter in (*architecture.parameters, *inside):
         held += parameter_bytes(parameter, made, made_width)
-        most = max(most, held + parameter_bytes(parameter, stored, stored_width))
+        copies = 2 if stored is None and len(parameter.shape) == 3 else 1
+        most = max(most, held + copies * parameter_bytes(parameter, stored, stored_width))
     above = max(0, most - held)
     return (MemoryTerm("other", above, "bound", "the last matrices before conversion", "load"),)
 

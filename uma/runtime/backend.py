@@ -8,24 +8,15 @@ one and nothing is timed.
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 
+from uma.plan.inference import FormKind
 from uma.quantization import Quantization
 from uma.workload import Backend
 
-Form = Literal["stored", "float32_scales", "float32"]
-"""As stored; quantized with scales, norms and activations in float32; all in float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class FormRate:
-    """Seconds that one million weights take: for a vector, and for each of a block of vectors."""
-
-    decode_s: float
-    prefill_s: float
+_SIZE = 512  # of the matrix that is timed; float16, the slowest, takes about 10 ms
 
 
 def backend() -> Backend:
@@ -35,17 +26,18 @@ def backend() -> Backend:
 
 def form_rates(
     quantization: Quantization | None, dtype: str, *, experts: bool = False
-) -> dict[Form, FormRate]:
-    """Time the forms that a model stored in ``quantization`` and ``dtype`` could take here.
+) -> dict[FormKind, float]:
+    """Seconds that a million weights take for a vector, in each form that a model could take here.
 
-    A form that the backend cannot run is left out: MLX's CPU backend multiplies the stacked
-    matrices of ``experts`` only in float32 (mlx 0.32.4, ``GatherMM::eval_cpu``). On Metal there is
-    only ``stored``, not timed. Takes less than 0.1 s.
+    ``quantization`` and ``dtype`` are what it is stored in. A form that the backend cannot run is
+    left out: MLX's CPU backend multiplies the stacked matrices of ``experts`` only in float32 (mlx
+    0.32.4, ``GatherMM::eval_cpu``). On Metal there is only ``stored``, not timed. Takes less than
+    0.1 s.
     """
     if backend() == "metal":
-        return {"stored": FormRate(0.0, 0.0)}
+        return {"stored": 0.0}
     stored = getattr(mx, dtype)
-    rates: dict[Form, FormRate] = {}
+    rates: dict[FormKind, float] = {}
     if quantization is not None:
         rates["stored"] = _quantized_rate(quantization, stored)
         rates["float32_scales"] = _quantized_rate(quantization, mx.float32)
@@ -55,13 +47,13 @@ def form_rates(
     return rates
 
 
-def fastest_form(rates: dict[Form, FormRate], allowed: Collection[Form]) -> Form:
+def fastest_form(rates: dict[FormKind, float], allowed: Collection[FormKind]) -> FormKind:
     """Of the allowed forms the one that decodes fastest; ``stored`` unless another is 1.2x faster.
 
     Raises:
         ValueError: If none of them can run.
     """
-    times = {form: rates[form].decode_s for form in rates if form in allowed}
+    times = {form: rates[form] for form in rates if form in allowed}
     if not times:
         raise ValueError(f"none of {sorted(allowed)} can run here; possible: {sorted(rates)}")
     best = min(times, key=times.__getitem__)
@@ -70,41 +62,26 @@ def fastest_form(rates: dict[Form, FormRate], allowed: Collection[Form]) -> Form
     return best
 
 
-def _quantized_rate(quantization: Quantization, dtype: mx.Dtype) -> FormRate:
+def _quantized_rate(quantization: Quantization, dtype: mx.Dtype) -> float:
     q = quantization
     options: dict[str, Any] = {"group_size": q.group_size, "bits": q.bits, "mode": q.mode}
-
-    def product(rows: int, size: int) -> Callable[[], mx.array]:
-        packed = mx.quantize(mx.ones((size, size), dtype), **options)
-        x = mx.ones((rows, size), dtype)
-        mx.eval(x, packed)
-        return lambda: mx.quantized_matmul(x, *packed, transpose=True, **options)
-
-    return _rate(product)
+    packed = mx.quantize(mx.ones((_SIZE, _SIZE), dtype), **options)
+    x = mx.ones((1, _SIZE), dtype)
+    mx.eval(x, packed)
+    return _rate(lambda: mx.quantized_matmul(x, *packed, transpose=True, **options))
 
 
-def _dense_rate(dtype: mx.Dtype) -> FormRate:
-    def product(rows: int, size: int) -> Callable[[], mx.array]:
-        x, w = mx.ones((rows, size), dtype), mx.ones((size, size), dtype)
-        mx.eval(x, w)
-        return lambda: x @ w.T
-
-    return _rate(product)
+def _dense_rate(dtype: mx.Dtype) -> float:
+    x, w = mx.ones((1, _SIZE), dtype), mx.ones((_SIZE, _SIZE), dtype)
+    mx.eval(x, w)
+    return _rate(lambda: x @ w.T)
 
 
-def _rate(product: Callable[[int, int], Callable[[], mx.array]]) -> FormRate:
-    # A vector by 512x512 and 8 by 256x256: float16, the slowest, takes about 10 ms for each.
-    return FormRate(
-        decode_s=_seconds(product(1, 512)) * (1e6 / 512**2),
-        prefill_s=_seconds(product(8, 256)) * (1e6 / 256**2) / 8,
-    )
-
-
-def _seconds(run: Callable[[], mx.array]) -> float:
-    """The faster of two timings after a first run that does not count."""
+def _rate(run: Callable[[], mx.array]) -> float:
+    """Seconds for a million weights: the faster of two timings after one that does not count."""
     times = []
     for _ in range(3):
         start = time.perf_counter()
         mx.eval(run())
         times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return min(times[1:]) * 1e6 / _SIZE**2

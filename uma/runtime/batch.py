@@ -1,5 +1,6 @@
 """Many prompts at once through mlx-lm's batch engine, and what their caches hold and use."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,15 +11,17 @@ from uma.errors import UsageError
 from uma.runtime.answer import Answer, FinishReason
 from uma.runtime.generate import DEFAULTS, Settings, generation_limit, sampler
 from uma.runtime.load import LoadedModel
+from uma.runtime.measure import PhaseMeter
 
 BLOCK_TOKENS = 16  # vLLM 0.11, --block-size: tokens of one block of a paged cache
 
 
 @dataclass(frozen=True, slots=True)
 class BatchAnswer:
-    """The answer to one prompt."""
+    """The answer to one prompt; ``thinking`` is the text that the model marked as such."""
 
     text: str
+    thinking: str
     tokens: tuple[int, ...]
     prompt_tokens: int
     generation_tokens: int
@@ -31,50 +34,61 @@ class BatchResult:
 
     ``held_bytes`` is what the engine's arrays took there, ``used_bytes`` the part of them that
     held tokens, ``paged_bytes`` what blocks of ``BLOCK_TOKENS`` would take for the same tokens.
+    ``state_bytes`` of ``used_bytes`` do not depend on tokens; ``meter`` has the peaks of all.
     """
 
     answers: tuple[BatchAnswer, ...]
     held_bytes: int
     used_bytes: int
     paged_bytes: int
+    state_bytes: int
+    meter: PhaseMeter
     prompt_tps: float
     generation_tps: float
 
 
 @dataclass(slots=True)
 class _Run:
-    """Answers in the making, tokens in flight by sequence, and the step that held most."""
+    """Answers in the making, tokens in flight by prompt, and the step that held most."""
 
-    answers: dict[int, Answer]
-    texts: dict[int, str]
+    answers: list[Answer]
+    texts: list[dict[bool, str]]
+    prompts: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
     held_bytes: int = 0
     at_most: list[int] = field(default_factory=list)
 
-    def add(self, uid: int, token: int) -> bool:
-        """Take one token of a sequence; whether that ends it."""
-        answer = self.answers[uid]
+    def insert(self, engine: Any, index: int) -> None:
+        answer = self.answers[index]
+        (uid,) = engine.insert([answer.prompt], [answer.limit])
+        self.prompts[uid], self.tokens[index] = index, 0
+
+    def add(self, index: int, token: int) -> bool:
+        """Take one token of an answer; whether that ends it."""
+        answer = self.answers[index]
         segments = answer.add(token)
-        self.tokens[uid] += 1
+        self.tokens[index] += 1
         if answer.finish_reason is not None:
             segments += answer.rest()
-            del self.tokens[uid]
-        self.texts[uid] += "".join(s.text for s in segments)
+            del self.tokens[index]
+        for segment in segments:
+            self.texts[index][segment.thinking] += segment.text
         return answer.finish_reason is not None
 
     def note(self, held_bytes: int) -> None:
         if held_bytes >= self.held_bytes:
             self.held_bytes, self.at_most = held_bytes, list(self.tokens.values())
 
-    def result(self, uid: int) -> BatchAnswer:
-        answer = self.answers[uid]
+    def result(self, index: int) -> BatchAnswer:
+        answer = self.answers[index]
         assert answer.finish_reason is not None
         return BatchAnswer(
-            self.texts[uid],
-            tuple(answer.tokens),
-            len(answer.prompt),
-            len(answer.tokens),
-            answer.finish_reason,
+            text=self.texts[index][False],
+            thinking=self.texts[index][True],
+            tokens=tuple(answer.tokens),
+            prompt_tokens=len(answer.prompt),
+            generation_tokens=len(answer.tokens),
+            finish_reason=answer.finish_reason,
         )
 
 
@@ -98,39 +112,50 @@ def batch(
     layout = _layout(loaded.model)
     if settings.sampling.seed is not None:
         mx.random.seed(settings.sampling.seed)
+    run = _Run(answers, [{False: "", True: ""} for _ in prompts])
     engine = _engine(loaded, settings, batch_size)
+    meter = PhaseMeter()
+    meter.enter("batch")
     try:
-        ids = engine.insert(prompts, [answer.limit for answer in answers])
-        run = _Run(dict(zip(ids, answers, strict=True)), dict.fromkeys(ids, ""))
         with engine.stats() as stats:
-            for uid in _ended(engine, run):
+            for index in _ended(engine, run, batch_size):
                 if on_answer is not None:
-                    on_answer(ids.index(uid), run.result(uid))
+                    on_answer(index, run.result(index))
     finally:
+        meter.finish()
         engine.close()
         mx.clear_cache()
     return BatchResult(
-        answers=tuple(run.result(uid) for uid in ids),
+        answers=tuple(run.result(index) for index in range(len(prompts))),
         held_bytes=run.held_bytes,
         used_bytes=sum(_bytes(layout, n) for n in run.at_most),
         paged_bytes=sum(_bytes(layout, -(-n // BLOCK_TOKENS) * BLOCK_TOKENS) for n in run.at_most),
+        state_bytes=len(run.at_most) * _bytes(layout, 0),
+        meter=meter,
         prompt_tps=stats.prompt_tps,
         generation_tps=stats.generation_tps,
     )
 
 
-def _ended(engine: Any, run: _Run) -> Iterator[int]:
-    """Step the engine to the end; ids of the sequences as they end."""
-    while any(answer.finish_reason is None for answer in run.answers.values()):
+def _ended(engine: Any, run: _Run, batch_size: int) -> Iterator[int]:
+    """Step the engine to the end; indexes of the prompts as their answers end.
+
+    A prompt is given to the engine when another has ended: of a longer queue mlx-lm 0.32.2 reads
+    a whole batch of prompts beside a batch of answers.
+    """
+    waiting = deque(range(len(run.answers)))
+    while waiting or run.tokens:
+        while waiting and len(run.tokens) < batch_size:
+            run.insert(engine, waiting.popleft())
         prefilled, generated = engine.next()
         for r in prefilled:
-            run.tokens[r.uid] = r.progress[0]
-        ended = [r for r in generated if run.add(r.uid, r.token)]
+            run.tokens[run.prompts[r.uid]] = r.progress[0]
+        ended = [r for r in generated if run.add(run.prompts[r.uid], r.token)]
         run.note(engine.prompt_cache_nbytes)
         for r in ended:
             if r.finish_reason is None:  # a stop string, which the engine does not know
                 engine.remove([r.uid])
-            yield r.uid
+            yield run.prompts[r.uid]
 
 
 def _answer(

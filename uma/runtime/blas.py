@@ -26,8 +26,6 @@ class Blas:
     """
 
     name: str
-    openblas: bool
-    threads: int | None = None
     reason: str | None = None
 
 
@@ -39,7 +37,7 @@ def prepare_cpu(cache_folder: Path) -> Blas:
     process may use, or what ``OPENBLAS_NUM_THREADS`` says.
     """
     if sys.platform != "linux":
-        return Blas("Accelerate" if sys.platform == "darwin" else "unknown", openblas=False)
+        return Blas("Accelerate" if sys.platform == "darwin" else "unknown")
     if loaded := _in_force():
         return loaded
     if "mlx.core" in sys.modules:
@@ -50,11 +48,11 @@ def prepare_cpu(cache_folder: Path) -> Blas:
             ctypes.CDLL(_OPENBLAS, ctypes.RTLD_GLOBAL)
         else:
             _load(library, cache_folder)
-    except OSError as error:
+        if "OPENBLAS_NUM_THREADS" not in os.environ:
+            ctypes.CDLL(None).openblas_set_num_threads(physical_cores())
+    except (OSError, AttributeError) as error:
         where = "not installed" if library is None else f"not loaded ({error})"
         return _reference(f"OpenBLAS is {where}")
-    if "OPENBLAS_NUM_THREADS" not in os.environ:
-        ctypes.CDLL(None).openblas_set_num_threads(physical_cores())
     return _in_force() or _reference("the OpenBLAS found lacks cblas_sgemm")
 
 
@@ -70,20 +68,20 @@ def physical_cores() -> int:
 def _reference(reason: str) -> Blas:
     # 512x576x1536 in float32 on 2 cores of an AMD EPYC (Zen 4): 242 ms against 5 to 8.
     lost = "float32 matrices multiply about 30 times slower; `pip install cmeel-openblas` helps"
-    return Blas("reference BLAS", openblas=False, reason=f"{reason}: {lost}")
+    return Blas("reference BLAS", reason=f"{reason}: {lost}")
 
 
 def _in_force() -> Blas | None:
     """OpenBLAS, if the process-wide names lead to it."""
     try:
         names = ctypes.CDLL(None)
-        config, threads = names.openblas_get_config, names.openblas_get_num_threads
+        config = names.openblas_get_config
         names.cblas_sgemm  # noqa: B018  looked up: AttributeError where it is missing
     except AttributeError:
         return None
     config.restype = ctypes.c_char_p
     version = " ".join(config().decode("ascii", "replace").split()[:2])
-    return Blas(version, openblas=True, threads=threads())
+    return Blas(version)
 
 
 def _installed() -> Path | None:
@@ -129,10 +127,22 @@ def with_soname(elf: bytes, name: str) -> bytes:
     dynamic entries of 16.
 
     Raises:
-        OSError: If it is another kind of file, has no DT_SONAME, or the name does not fit.
+        OSError: If it is another kind of file, is cut, has no DT_SONAME, or the name does not fit.
     """
     if elf[:6] != b"\x7fELF\x02\x01":
         raise OSError("not a 64-bit little-endian ELF file")
+    try:
+        at, room = _soname_place(elf)
+    except (struct.error, StopIteration, ValueError) as error:
+        raise OSError("a cut or damaged ELF file") from error
+    new = name.encode()
+    if len(new) > room:
+        raise OSError(f"{name} is longer than the name it replaces")
+    return elf[:at] + new.ljust(room, b"\0") + elf[at + room :]
+
+
+def _soname_place(elf: bytes) -> tuple[int, int]:
+    """Where the string of DT_SONAME begins, and its length."""
     start, count = struct.unpack_from("<Q", elf, 32)[0], struct.unpack_from("<H", elf, 56)[0]
     headers = [struct.unpack_from("<IIQQQQQQ", elf, start + 56 * i) for i in range(count)]
     dynamic = next((h for h in headers if h[0] == 2), None)
@@ -145,8 +155,4 @@ def with_soname(elf: bytes, name: str) -> bytes:
     table = entries[5]
     at = next(h[2] + table - h[3] for h in headers if h[0] == 1 and h[3] <= table < h[3] + h[5])
     at += entries[14]
-    room = elf.index(b"\0", at) - at
-    new = name.encode()
-    if len(new) > room:
-        raise OSError(f"{name} is longer than the name it replaces")
-    return elf[:at] + new.ljust(room, b"\0") + elf[at + room :]
+    return at, elf.index(b"\0", at) - at

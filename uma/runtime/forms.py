@@ -27,14 +27,24 @@ def form_name(model: nn.Module) -> str:
     """The number formats of a model's matrices, the one that holds most bytes first."""
     sizes: dict[str, int] = {}
     for module in dict(leaves(model)).values():
-        weight = module.get("weight")
-        if weight is None or weight.ndim < 2:
-            continue
-        bits = getattr(module, "bits", None)
-        name = str(weight.dtype).removeprefix("mlx.core.")
-        if bits is not None:
-            name = f"{getattr(module, 'mode', 'affine')} {bits}/{module.group_size}"
-        sizes[name] = sizes.get(name, 0) + weight.nbytes
+        if (found := matrix_format(module)) is not None:
+            sizes[found[0]] = sizes.get(found[0], 0) + found[1]
+    return form_of(sizes)
+
+
+def matrix_format(module: Any) -> tuple[str, int] | None:
+    """The number format of a module's matrix and its bytes; ``None`` if it holds no matrix."""
+    weight = module.get("weight")
+    if weight is None or weight.ndim < 2:
+        return None
+    bits = getattr(module, "bits", None)
+    if bits is not None:
+        return f"{getattr(module, 'mode', 'affine')} {bits}/{module.group_size}", weight.nbytes
+    return str(weight.dtype).removeprefix("mlx.core."), weight.nbytes
+
+
+def form_of(sizes: dict[str, int]) -> str:
+    """The formats of ``sizes`` (bytes by format) in one line, the largest first."""
     return " + ".join(sorted(sizes, key=sizes.__getitem__, reverse=True)) or "no matrices"
 
 

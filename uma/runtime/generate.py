@@ -184,23 +184,25 @@ def sampling_defaults(folder: Path) -> Sampling:
     """Sampling of the model's ``generation_config.json``; greedy where it names none.
 
     Raises:
-        CheckpointError: If the file is not JSON or a value is no number.
+        CheckpointError: If the file cannot be read or is not JSON, or a value is no number.
     """
     path = folder / "generation_config.json"
-    if not path.is_file():
-        return Sampling()
     try:
+        if not path.is_file():
+            return Sampling()
         config = json.loads(path.read_text(encoding="utf-8"))
         if config.get("do_sample") is False:
             return Sampling()
-        sampled = config.get("do_sample") is True
+        temp = config.get("temperature")
+        if temp is None:
+            temp = 1.0 if config.get("do_sample") is True else 0.0
         return Sampling(
-            temp=float(config.get("temperature") or (1.0 if sampled else 0.0)),
+            temp=float(temp),
             top_p=float(config.get("top_p") or 0.0),
             min_p=float(config.get("min_p") or 0.0),
             top_k=int(config.get("top_k") or 0),
         )
-    except (ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path.name} cannot be used: {error}") from error
 
 
@@ -321,11 +323,16 @@ def _steps(
 
 
 def _reuse(cache: PromptCache, draft: Draft | None, prompt: list[int]) -> int:
-    """Tokens of the prompt that the cache, and the draft's, keep."""
-    kept = reuse(cache, prompt)
-    if draft is not None:
-        kept = min(kept, reuse(draft.cache, prompt))
-        for one in (cache, draft.cache):
+    """Tokens of the prompt that the cache, and the draft's, keep.
+
+    A cache that keeps none starts anew: rewound to nothing it would still hold its arrays.
+    """
+    caches = [cache] if draft is None else [cache, draft.cache]
+    kept = min(reuse(one, prompt) for one in caches)
+    for one in caches:
+        if not kept:
+            reset(one)
+        else:
             rewind(one, kept)
     return kept
 

@@ -1,7 +1,6 @@
 """Load a model layer by layer, in the form asked for: as stored, quantized, or float32."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
+from uma.checkpoint import Progress
 from uma.errors import CheckpointError, UmaError, UnsupportedModel, UsageError
 from uma.quantization import Quantization
 from uma.runtime.forms import Convert, form_name, leaves, quantizer, to_float32
 from uma.runtime.limits import memory_limits
-
-Progress = Callable[[int, int], None]
-"""Called with the number of layers done and their total."""
 
 _FLOATS = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 _FIRST_INDEX = re.compile(r"^.*?\.\d+(?=\.)")
@@ -63,7 +60,7 @@ def load(
     """
     if dequantize_to not in (None, "float32"):
         raise ValueError(f"dequantize_to is 'float32' or None, got {dequantize_to!r}")
-    model, config = _open(folder, trust_remote_code)
+    model, config = open_model(folder, trust_remote_code)
     notes = []
     if dtype is not None:
         _cast(model, dtype)
@@ -75,16 +72,11 @@ def load(
             notes.append(f"requantized from {form_name(model)}")
     if dequantize_to is not None:
         convert.append(to_float32)
-    try:
-        # With a pool, lasting arrays would take over freed buffers of up to twice their size.
-        with memory_limits(cache=0):
-            _materialize(model, convert, progress)
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"the weights in {folder} cannot be read: {error}") from error
+    materialize(model, folder, convert, progress)
     adapter_bytes = 0 if adapter_path is None else _add_adapter(model, adapter_path)
     return LoadedModel(
         model=model,
-        tokenizer=_open_tokenizer(folder, config, trust_remote_code),
+        tokenizer=open_tokenizer(folder, config, trust_remote_code),
         config=config,
         folder=folder,
         form=form_name(model),
@@ -99,8 +91,12 @@ def weights_bytes(model: nn.Module) -> int:
     return sum(p.nbytes for _, p in tree_flatten(model.parameters()))
 
 
-def _open(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
-    """mlx-lm's module for the folder, its parameters not yet read from disk."""
+def open_model(folder: Path, trust_remote_code: bool = False) -> tuple[Any, dict[str, Any]]:
+    """mlx-lm's module for the folder, its parameters not yet read from disk; its config.
+
+    Raises:
+        CheckpointError, UnsupportedModel: As ``load``.
+    """
     from mlx_lm.utils import load_model
 
     if not (folder / "config.json").is_file():
@@ -151,11 +147,25 @@ def _stored_form(stored: dict[str, Any]) -> Quantization:
     return Quantization(stored["bits"], stored["group_size"], stored.get("mode", "affine"))
 
 
-def _materialize(model: nn.Module, convert: list[Convert], progress: Progress | None) -> None:
+def materialize(
+    model: nn.Module, folder: Path, convert: list[Convert], progress: Progress | None
+) -> None:
     """Read, convert and replace one module after another; no source outlives its own turn.
 
     Evaluating all at once would hold every source until the end (mlx-lm's ``lazy`` path does).
+
+    Raises:
+        CheckpointError: If the weights of ``folder`` cannot be read.
     """
+    try:
+        # With a pool, lasting arrays would take over freed buffers of up to twice their size.
+        with memory_limits(cache=0):
+            _materialize(model, convert, progress)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"the weights in {folder} cannot be read: {error}") from error
+
+
+def _materialize(model: nn.Module, convert: list[Convert], progress: Progress | None) -> None:
     layers = _by_layer([path for path, _ in leaves(model)])
     for done, paths in enumerate(layers, start=1):
         for path in paths:
@@ -206,7 +216,12 @@ def _add_adapter(model: nn.Module, adapter_path: Path) -> int:
     return weights_bytes(model) - before
 
 
-def _open_tokenizer(folder: Path, config: dict[str, Any], trust_remote_code: bool) -> Any:
+def open_tokenizer(folder: Path, config: dict[str, Any], trust_remote_code: bool = False) -> Any:
+    """The tokenizer of the folder, in mlx-lm's wrapper.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
     from mlx_lm.utils import load_tokenizer
     from transformers.utils import logging
 

@@ -5,7 +5,9 @@ import hashlib
 import json
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any
 
 import mlx.core as mx
@@ -48,7 +50,7 @@ def save_prompt(path: Path, cache: PromptCache, loaded: LoadedModel) -> None:
             raise UsageError(
                 f"mlx-lm cannot save a {type(layer).__name__}; leave --prompt-cache out"
             )
-    partial = path.with_name(f".{path.name}.{os.getpid()}.safetensors")
+    partial = _partial(path)
     metadata = {
         "uma": _VERSION,
         "tokens": json.dumps(cache.tokens),
@@ -57,12 +59,39 @@ def save_prompt(path: Path, cache: PromptCache, loaded: LoadedModel) -> None:
     try:
         save_prompt_cache(str(partial), cache.layers, metadata)
         os.replace(partial, path)
-    except (OSError, RuntimeError) as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC
-        why = "the disk is full" if full else str(error)
-        raise StorageError(f"the prompt cache {path} cannot be written: {why}") from error
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _not_written(path, error) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError, ValueError):
+            partial.unlink()
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a ``path`` that could not be written, before anything is computed for it.
+
+    Raises:
+        StorageError: If it is a folder, or its folder is missing or cannot be written.
+    """
+    try:
+        partial = _partial(path)
+        with suppress(FileNotFoundError):
+            if S_ISDIR(path.stat().st_mode):
+                raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        partial.touch()
+        partial.unlink()
+    except (OSError, ValueError) as error:
+        raise _not_written(path, error) from None
+
+
+def _partial(path: Path) -> Path:
+    """Where a file is written before it takes its name."""
+    return path.with_name(f".uma.{os.getpid()}.safetensors")
+
+
+def _not_written(path: Path, error: Exception) -> StorageError:
+    full = getattr(error, "errno", None) == errno.ENOSPC
+    why = "the disk is full" if full else getattr(error, "strerror", None) or str(error)
+    return StorageError(f"the prompt cache {path} cannot be written: {why}")
 
 
 def load_prompt(path: Path, cache: PromptCache, loaded: LoadedModel) -> int:

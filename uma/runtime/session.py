@@ -3,26 +3,38 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from uma.checkpoint import Progress
 from uma.ledger import Ledger
+from uma.memory.kv_cache import STEP
 from uma.plan.inference import Form, InferencePlan, with_tokens
 from uma.plan.limits import Limits, mlx_limits
+from uma.runtime.batch import BatchResult
 from uma.runtime.bench import Bench
 from uma.runtime.cache import PromptCache, prompt_cache
 from uma.runtime.generate import Draft, Piece, Settings, Stats, generate
 from uma.runtime.limits import memory_limits
-from uma.runtime.load import LoadedModel, Progress, load
+from uma.runtime.load import LoadedModel, load
 from uma.runtime.measure import PhaseMeter, measured_by
+from uma.runtime.measured import (
+    Measurements,
+    with_kept_cache,
+    with_measurements,
+    with_shared_cache,
+)
 
 
 @dataclass(slots=True)
 class Session:
-    """A model ready to answer. ``load_peak_bytes`` is the most that loading held."""
+    """A model ready to answer. ``load_peak_bytes`` is the most that loading held.
+
+    ``longest_tokens`` is the longest text that the cache has held so far.
+    """
 
     plan: InferencePlan
     limits: Limits
@@ -31,6 +43,7 @@ class Session:
     draft: Draft | None
     load_s: float
     load_peak_bytes: int
+    longest_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -119,13 +132,16 @@ def answer(
     evaluation would run as far ahead as the limit lets it.
     """
     plan = session.plan
-    longest = len(prompt_tokens) + (settings.max_tokens or plan.workload.context_tokens)
-    asked = with_tokens(plan, len(prompt_tokens), min(longest, plan.workload.context_tokens))
+    session.longest_tokens = max(session.longest_tokens, len(session.cache.tokens))
+    prompt = max(len(prompt_tokens), session.longest_tokens)
+    longest = prompt + (settings.max_tokens or plan.workload.context_tokens)
+    asked = with_tokens(plan, prompt, min(longest, plan.workload.context_tokens))
     try:
         with memory_limits(memory=_limits(asked, wire=False).memory_limit_bytes):
             yield from _answer(session, prompt_tokens, settings, measured, on_prefill)
     finally:
         measured.meter.finish()
+        session.longest_tokens = max(session.longest_tokens, len(session.cache.tokens))
 
 
 def _answer(
@@ -157,6 +173,8 @@ def measured_ledger(session: Session, measured: Measured) -> Ledger:
     caches: Measurements = {}
     if stats is not None:
         plan = with_tokens(plan, stats.prompt_tokens, stats.prompt_tokens + stats.generation_tokens)
+        if stats.reused_tokens:
+            plan = with_kept_cache(session.plan, stats, session.longest_tokens)
         state = session.cache.state_nbytes
         caches = {
             ("kv_cache", "prefill"): stats.prefill_cache_bytes - state,
@@ -166,7 +184,7 @@ def measured_ledger(session: Session, measured: Measured) -> Ledger:
         if session.draft is not None:
             caches["draft_weights", "always"] = session.draft.loaded.weights_bytes
             caches["draft_kv_cache", "decode"] = session.draft.cache.nbytes
-    return _measured(session, plan, caches, measured.meter)
+    return with_measurements(session, plan, caches, measured.meter)
 
 
 def bench_ledger(session: Session, bench: Bench) -> Ledger:
@@ -175,46 +193,36 @@ def bench_ledger(session: Session, bench: Bench) -> Ledger:
         ("kv_cache", "decode"): bench.cache_bytes - bench.state_bytes,
         ("recurrent_state", "always"): bench.state_bytes,
     }
-    return _measured(session, session.plan, caches, bench.meter)
+    return with_measurements(session, session.plan, caches, bench.meter)
 
 
-Measurements = dict[tuple[str, str], int]
-"""Bytes by name and phase of a term."""
+def batch_ledger(session: Session, result: BatchResult) -> Ledger:
+    """The plan's terms for the longest prompt and answer of a batch, beside what its caches held.
 
-
-def _measured(
-    session: Session, plan: InferencePlan, caches: Measurements, meter: PhaseMeter
-) -> Ledger:
-    found: Measurements = {
-        ("weights", "always"): session.loaded.weights_bytes - session.loaded.adapter_bytes,
-        ("adapters", "always"): session.loaded.adapter_bytes,
-        ("buffer_pool", "always"): meter.pool_bytes,
-        **caches,
+    Temporaries are not told apart: some sequences are read while others are answered.
+    """
+    prompt = max(a.prompt_tokens for a in result.answers)
+    longest = max(a.prompt_tokens + a.generation_tokens for a in result.answers)
+    plan = with_shared_cache(session.plan, prompt, longest)
+    caches: Measurements = {
+        ("kv_cache", "decode"): result.held_bytes - result.state_bytes,
+        ("recurrent_state", "always"): result.state_bytes,
     }
-    if caches:
-        found |= _transient_bytes(plan.ledger, found, meter.peaks)
-    highest = (meter.active_and_pool_bytes, meter.peak_bytes, session.load_peak_bytes)
-    return replace(
-        plan.ledger,
-        verdict=session.plan.verdict,
-        measured=found,
-        measured_peak_bytes=max(highest),
-    )
+    return with_measurements(session, plan, caches, result.meter)
 
 
-_TRANSIENT = ("activations", "attention", "logits")
+def longer_context(plan: InferencePlan) -> int | None:
+    """A context beyond that of ``plan`` which the model was made for and the limit allows.
 
-
-def _transient_bytes(ledger: Ledger, found: Measurements, peaks: dict[str, int]) -> Measurements:
-    """What a phase's peak held beside weights and caches, where a single term stands for it."""
-    result: Measurements = {}
-    for phase, peak_bytes in peaks.items():
-        terms = [t for t in ledger.terms if t.phase in (phase, "always")]
-        keys = [(t.name, t.phase) for t in terms if t.name in _TRANSIENT]
-        rest = [(t.name, t.phase) for t in terms if t.name not in (*_TRANSIENT, "buffer_pool")]
-        if len(keys) == 1 and all(key in found for key in rest):
-            result[keys[0]] = max(0, peak_bytes - sum(found[key] for key in rest))
-    return result
+    Double, else half as much more, else one growth step of the caches.
+    """
+    context = plan.workload.context_tokens
+    longest = plan.architecture.max_position_embeddings or 2 * context
+    for more in (context, context // 2, STEP):
+        wanted = min(context + more, longest)
+        if wanted > context and with_tokens(plan, wanted, wanted).verdict != "exceeds":
+            return wanted
+    return None
 
 
 def settings_record(settings: Settings) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A chat as the model's tokens: its chat template, run in a process with bounds on all it takes."""
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -12,6 +13,9 @@ from uma.runtime import template_worker
 
 SECONDS = 2.0
 """What a template may take; real ones take a few milliseconds."""
+
+START_SECONDS = 60.0
+"""What the process may take before that: to start, and to import Jinja from a cold disk."""
 
 Message = dict[str, Any]
 
@@ -74,7 +78,7 @@ def render(template: str, variables: dict[str, Any]) -> str:
             stderr=subprocess.DEVNULL,
         )
         try:
-            _watch(worker)
+            _watch(worker, out)
         finally:
             worker.kill()
             worker.wait()
@@ -89,17 +93,18 @@ def render(template: str, variables: dict[str, Any]) -> str:
     return str(parsed["text"])
 
 
-def _watch(worker: Any) -> None:
-    """Wait for the worker within its bounds."""
+def _watch(worker: Any, out: Any) -> None:
+    """Wait for the worker within its bounds; its clock starts with the first byte of ``out``."""
     import psutil
 
-    deadline = time.monotonic() + SECONDS
+    deadline, ready = time.monotonic() + START_SECONDS, False
     process = psutil.Process(worker.pid)
     while worker.poll() is None:
+        if not ready and os.fstat(out.fileno()).st_size:
+            deadline, ready = time.monotonic() + SECONDS, True
         if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"the model's chat template ran longer than {SECONDS:g} s and was stopped"
-            )
+            what = f"ran longer than {SECONDS:g} s" if ready else "could not be started"
+            raise CheckpointError(f"the model's chat template {what} and was stopped")
         try:
             if process.memory_info().rss > template_worker.MEMORY_BYTES:
                 raise CheckpointError("the model's chat template was stopped: too much memory")

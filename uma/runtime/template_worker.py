@@ -75,7 +75,10 @@ def main() -> None:
     request = json.load(sys.stdin)
     limit_memory()
     try:
-        text = environment().from_string(request["template"]).render(request["variables"])
+        env = environment()
+        sys.stdout.write("\n")  # ready: the parent's clock starts
+        sys.stdout.flush()
+        text = env.from_string(request["template"]).render(request["variables"])
         answer = {"text": text}
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"[:500]}

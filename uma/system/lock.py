@@ -8,15 +8,12 @@ only names the holder, and may outlive it.
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from uma.checkpoint.lock import POLL_S, try_lock
 from uma.errors import Busy
-
-_POLL_S = 0.2
-_FAR = 1 << 30  # Windows locks bytes: one behind the text, so that others can read the text
 
 
 @contextlib.contextmanager
@@ -66,13 +63,11 @@ def _acquire(
     told = False
     while True:
         try:
-            _lock(file)
-        except (BlockingIOError, PermissionError):  # PermissionError: Windows
-            holder = _holder(path)
+            if try_lock(file):
+                return None
         except OSError as error:  # a file system without locks
             return _no_lock(path.parent, error)
-        else:
-            return None
+        holder = _holder(path)
         if allow_concurrent:
             return f"running beside {holder}: the two together can exhaust the memory"
         if not wait:
@@ -83,19 +78,7 @@ def _acquire(
         if not told:
             on_wait(holder)
             told = True
-        time.sleep(_POLL_S)
-
-
-def _lock(file: int) -> None:
-    if sys.platform == "win32":
-        import msvcrt
-
-        os.lseek(file, _FAR, os.SEEK_SET)
-        msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(POLL_S)
 
 
 def _no_lock(folder: Path, error: OSError) -> str:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from uma.checkpoint import Progress
 from uma.checkpoint.gguf import GGUFHeader, read_header
+from uma.checkpoint.lock import locked
 from uma.errors import CheckpointError, StorageError, UsageError
 from uma.quantization import Quantization
 from uma.runtime.gguf.config import ModelConfig, model_config
@@ -22,7 +24,6 @@ from uma.runtime.gguf.tensors import FLOAT_TYPES, Conversion, InexactBias
 from uma.runtime.gguf.tokenizer import write_tokenizer
 from uma.runtime.gguf.vocabulary import Vocabulary, read_vocabulary
 from uma.runtime.gguf.weights import (
-    Progress,
     model_dtype,
     plan,
     quantization_config,
@@ -71,12 +72,12 @@ def convert(
         CheckpointError, UnsupportedModel: The file is broken, or not of a kind that is converted.
         StorageError: The folder cannot be written, or the disk has no room for it.
     """
-    if out_dir.exists():
+    if os.path.exists(out_dir):  # unlike Path.exists, false for a name that no file can have
         raise UsageError(f"{out_dir} exists; give a folder that does not")
     header = read_header(gguf_path)
     with _storage_errors(out_dir):
         out_dir.parent.mkdir(parents=True, exist_ok=True)
-        temporary = out_dir.parent / f".{out_dir.name}.{secrets.token_hex(8)}"
+        temporary = out_dir.parent / f".{out_dir.name[:80]}.{secrets.token_hex(8)}"
         temporary.mkdir()
         try:
             report = _write_folder(header, temporary, out_dir, quantization, progress)
@@ -228,9 +229,7 @@ def converted_folder(
     folder = cache_dir / name
     if folder.is_dir():
         return folder
-    with _storage_errors(cache_dir):
-        cache_dir.mkdir(parents=True, exist_ok=True)
-    with _locked(cache_dir / f".{name}.lock"):
+    with locked(cache_dir / f".{name}.lock"):
         if not folder.is_dir():
             for left in cache_dir.glob(f".{name}.*"):
                 if left.is_dir():
@@ -252,18 +251,6 @@ def _cache_name(gguf_path: Path, quantization: Quantization | None) -> str:
     )
     stem = re.sub(r"[^A-Za-z0-9._-]", "-", gguf_path.stem)[:60].lstrip(".")
     return f"{stem}-{digest.hexdigest()[:16]}"
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold ``path`` alone; the system releases it when the process ends, however it ends."""
-    import fcntl
-
-    with _storage_errors(path):
-        file = open(path, "ab")  # noqa: SIM115
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @contextmanager

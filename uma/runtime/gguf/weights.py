@@ -5,11 +5,12 @@ import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from uma.checkpoint import Progress
 from uma.checkpoint.gguf import GGUFHeader, GGUFTensor
 from uma.errors import CheckpointError
 from uma.quantization import Quantization
@@ -19,9 +20,6 @@ from uma.runtime.gguf.tensors import FLOAT_TYPES, LOSSLESS_BITS, Conversion
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes written and the bytes to write."""
 
 DEFAULT_QUANTIZATION = Quantization(bits=4, group_size=64)
 """For types without a lossless form: the default of ``mlx_lm.convert -q`` (mlx-lm 0.32.2)."""
