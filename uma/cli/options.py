@@ -8,7 +8,6 @@ import typer
 from uma.errors import UsageError
 from uma.units import parse_bytes
 
-
 MAX_CONTEXT_TOKENS = 1 << 24  # above the longest model's: Llama 4 Scout, 10,485,760
 
 

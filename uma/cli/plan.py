@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
     from uma.architecture.layers import Architecture
     from uma.checkpoint.source import ModelSource
-    from uma.cli.run import RunOptions, Server
+    from uma.cli.run import RunOptions
     from uma.machine import Machine
     from uma.memory.term import MemoryTerm
+    from uma.plan.emit import Server
     from uma.plan.inference import Beside, Form, InferencePlan, Request
     from uma.quantization import Quantization
 

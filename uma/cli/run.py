@@ -11,6 +11,7 @@ import typer
 from uma.cli import options as opt
 from uma.cli.options import size_option
 from uma.errors import UsageError
+from uma.plan.emit import Server
 from uma.workload import DEFAULT_KV_GROUP_SIZE
 
 MAX_SEED = 2**64 - 1  # mlx.core.random.seed takes an unsigned 64-bit number
@@ -18,7 +19,6 @@ MAX_TEMP = 100.0  # far above use; infinity and NaN are not within
 
 Thinking = Literal["on", "off", "hide"]
 Dequantize = Literal["auto", "always", "never"]
-Server = Literal["mlx_lm.server", "llama-server", "lms"]
 
 
 @dataclass(frozen=True, slots=True)

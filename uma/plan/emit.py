@@ -1,16 +1,18 @@
 """The command that serves a planned model with other programs, within the limits found to fit."""
 
 import shlex
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from uma.checkpoint.source import ModelSource
 from uma.errors import UsageError
-from uma.plan.inference import InferencePlan
+
+if TYPE_CHECKING:
+    from uma.checkpoint.source import ModelSource
+    from uma.plan.inference import InferencePlan
 
 Server = Literal["mlx_lm.server", "llama-server", "lms"]
 
 
-def server_command(server: Server, source: ModelSource, plan: InferencePlan) -> str:
+def server_command(server: Server, source: "ModelSource", plan: "InferencePlan") -> str:
     """A shell command, preceded by comments that say why each value.
 
     Flags: mlx-lm 0.32.2 ``server.py``; llama.cpp b11434 ``common/arg.cpp``; ``lms load --help`` of
@@ -24,7 +26,7 @@ def server_command(server: Server, source: ModelSource, plan: InferencePlan) -> 
     return "\n".join([*(f"# {line}" for line in comments), shlex.join(arguments)])
 
 
-def _mlx_lm(source: ModelSource, plan: InferencePlan) -> tuple[list[str], list[str]]:
+def _mlx_lm(source: "ModelSource", plan: "InferencePlan") -> tuple[list[str], list[str]]:
     if source.kind in ("gguf", "default"):
         raise UsageError(
             "mlx_lm.server does not load GGUF: `uma convert` the file first, or use llama-server"
@@ -49,7 +51,7 @@ def _mlx_lm(source: ModelSource, plan: InferencePlan) -> tuple[list[str], list[s
     return comments, arguments
 
 
-def _llama_server(source: ModelSource, plan: InferencePlan) -> tuple[list[str], list[str]]:
+def _llama_server(source: "ModelSource", plan: "InferencePlan") -> tuple[list[str], list[str]]:
     if source.kind in ("gguf", "default") and source.path is not None:
         arguments = ["llama-server", "-m", str(source.path)]
     elif source.resolution is not None and source.resolution.gguf_type is not None:
@@ -69,7 +71,7 @@ def _llama_server(source: ModelSource, plan: InferencePlan) -> tuple[list[str], 
     ], arguments
 
 
-def _lms(source: ModelSource, plan: InferencePlan) -> tuple[list[str], list[str]]:
+def _lms(source: "ModelSource", plan: "InferencePlan") -> tuple[list[str], list[str]]:
     if source.repo is None:
         raise UsageError("lms loads models that LM Studio has: give the name of a hub repository")
     arguments = ["lms", "load", source.repo, "--gpu", "max"]
@@ -77,11 +79,11 @@ def _lms(source: ModelSource, plan: InferencePlan) -> tuple[list[str], list[str]
     return ["LM Studio must have downloaded the model: lms get " + source.repo], arguments
 
 
-def _place(source: ModelSource) -> str:
+def _place(source: "ModelSource") -> str:
     return str(source.path) if source.repo is None else source.repo
 
 
-def _cache_bytes(plan: InferencePlan) -> int:
+def _cache_bytes(plan: "InferencePlan") -> int:
     names = ("kv_cache", "recurrent_state")
     held = [t.size_bytes for t in plan.ledger.terms if t.name in names and t.phase != "prefill"]
     return sum(held)

@@ -8,6 +8,7 @@ from uma.architecture.layers import Architecture
 from uma.engines import mlx
 from uma.ledger import Ledger, Verdict, peak
 from uma.machine import Budget, Machine, budget_of, verdict
+from uma.memory.kv_cache import STEP
 from uma.memory.term import MemoryTerm
 from uma.plan.limits import cache_limit_bytes
 from uma.quantization import Quantization
@@ -16,7 +17,6 @@ from uma.workload import DEFAULT_KV_GROUP_SIZE, DEFAULT_PREFILL_STEP_SIZE, Infer
 DEFAULT_CONTEXT_TOKENS = 32_768
 SMALLEST_PREFILL_STEP = 64  # a smaller chunk saves little: what one token needs dominates
 SMALLEST_POOL = 8 << 20  # small arrays of all sizes: half of this was seen with tiny models
-CONTEXT_STEP = 256  # mlx-lm 0.32.2, models/cache.py: caches grow by this many tokens
 
 FormKind = Literal["stored", "float32_scales", "float32"]
 
@@ -286,12 +286,12 @@ def _halvings(step: int) -> list[int]:
 
 def _shorter(case: _Case, workload: Inference, limit_bytes: int) -> Inference | None:
     """``workload`` with the longest context within ``limit_bytes``; ``None`` if there is none."""
-    low, high = 0, workload.context_tokens // CONTEXT_STEP
+    low, high = 0, workload.context_tokens // STEP
     while low < high:
         middle = (low + high + 1) // 2
-        trial = replace(workload, context_tokens=middle * CONTEXT_STEP)
+        trial = replace(workload, context_tokens=middle * STEP)
         if case.fits(trial, limit_bytes):
             low = middle
         else:
             high = middle - 1
-    return replace(workload, context_tokens=low * CONTEXT_STEP) if low else None
+    return replace(workload, context_tokens=low * STEP) if low else None

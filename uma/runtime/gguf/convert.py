@@ -102,7 +102,7 @@ def planned_config(
     fields = config.fields | {"torch_dtype": dtype}
     if (stored := quantization_config(conversions)) is not None:
         fields["quantization"] = stored
-    return fields, (*config.notes, *_notes(conversions, dtype))
+    return fields, (*config.notes, *_notes(conversions, dtype, quantization))
 
 
 def _model_config(header: GGUFHeader) -> ModelConfig:
@@ -136,7 +136,7 @@ def _write_folder(
         size_bytes=size,
         num_tensors=len(conversions),
         num_exact=sum(conversion.form == "exact" for conversion in conversions),
-        notes=(*config.notes, *_notes(conversions, dtype)),
+        notes=(*config.notes, *_notes(conversions, dtype, quantization)),
     )
 
 
@@ -194,9 +194,15 @@ def _token_ids(vocabulary: Vocabulary) -> dict[str, Any]:
     return {key: value for key, value in ids.items() if value not in (None, [])}
 
 
-def _notes(conversions: tuple[Conversion, ...], dtype: str) -> list[str]:
-    """What was not kept exactly, a line for each form."""
+def _notes(
+    conversions: tuple[Conversion, ...], dtype: str, asked: Quantization | None
+) -> list[str]:
+    """What was not kept exactly, or was in spite of what was asked: a line for each form."""
     notes = []
+    if asked is not None:
+        fewer = [c for c in conversions if c.form == "exact" and _bits(c) < asked.bits]
+        if fewer:
+            notes.append(f"{len(fewer)} matrices kept as they are: more bits would add nothing")
     for form, verb in (("quantized", "dequantized, then quantized to"), ("float", "stored as")):
         changed: dict[tuple[str, str], int] = {}
         for c in conversions:
@@ -208,6 +214,10 @@ def _notes(conversions: tuple[Conversion, ...], dtype: str) -> list[str]:
         for (source, what), count in changed.items():
             notes.append(f"{count} matrices of {source} {verb} {what}")
     return notes
+
+
+def _bits(conversion: Conversion) -> int:
+    return conversion.quantization.bits if conversion.quantization else 16
 
 
 def converted_folder(

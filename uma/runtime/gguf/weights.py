@@ -58,8 +58,8 @@ def plan(
 
     Args:
         quantization: For matrices that are not affine groups of 32 already; ``None`` keeps
-            floats and gives the rest ``DEFAULT_QUANTIZATION``; 16 bits keep all of them in
-            ``dtype``. Formats of no more bits than asked are kept as they are.
+            floats and gives the rest ``DEFAULT_QUANTIZATION``; 16 bits make all of them
+            ``dtype``. Formats of no more bits than asked are kept: more would add nothing.
         wide: Tensors whose scales must be float32.
 
     Raises:
@@ -79,7 +79,7 @@ def _conversion(
 ) -> Conversion:
     matrix = place.name.endswith(".weight") and len(tensor.dims) > 1
     bits = LOSSLESS_BITS.get(tensor.type)
-    if matrix and bits is not None and (asked is None or bits <= asked.bits):
+    if matrix and bits is not None and (asked is None or bits <= asked.bits < 16):
         return Conversion(tensor, place, "exact", dtype, Quantization(bits, tensors.GROUP_SIZE))
     if asked is None and tensor.type not in FLOAT_TYPES:
         asked = DEFAULT_QUANTIZATION
