@@ -1,5 +1,8 @@
 """The command line: each command parses, makes one library call, and prints one report."""
 
+import contextlib
+import errno
+import os
 import sys
 from collections.abc import Sequence
 
@@ -8,17 +11,31 @@ from uma.errors import UmaError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``uma`` and return its exit code: the only place that catches ``UmaError``."""
-    from uma.cli.app import app
-
-    _survive_other_encodings()
     try:
+        from uma.cli.app import app
+
+        _survive_other_encodings()
         app(args=None if arguments is None else list(arguments), prog_name="uma")
     except UmaError as error:
         print(f"uma: {error}", file=sys.stderr)
         return error.exit_code
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 1
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _leave_unflushed()
+        print("uma: the output's disk is full", file=sys.stderr)
+        return 1
     return 0
+
+
+def _leave_unflushed() -> None:
+    """Keep Python from writing the rest of stdout at exit, where it would fail once more."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _survive_other_encodings() -> None:

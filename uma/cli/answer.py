@@ -2,8 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,8 @@ from uma.errors import UsageError
 
 if TYPE_CHECKING:
     from uma.ledger import Ledger
-    from uma.runtime.generate import Piece, Settings, Stats
+    from uma.measurement.generation import Stats
+    from uma.runtime.generate import Piece, Settings
     from uma.runtime.session import Measured
 
 
@@ -33,17 +32,8 @@ class Reply:
 def run_prompt(chosen: RunOptions) -> int:
     """Answer one prompt."""
     prompt = prompt_text(chosen)
-    with opened(chosen) as have:
-        return _answer(chosen, have, prompt)
-
-
-@contextmanager
-def opened(chosen: RunOptions) -> Iterator[Ready]:
-    """The model, loaded; what is to be known of the machine is told."""
     with ready(chosen) as have:
-        for note in have.planned.plan.machine.notes:
-            say(f"note: {note}", chosen.quiet)
-        yield have
+        return _answer(chosen, have, prompt)
 
 
 def prompt_text(chosen: RunOptions) -> str:
@@ -210,16 +200,15 @@ def cut_of(have: Ready, settings: "Settings", stats: "Stats") -> str | None:
 
     plan = have.planned.plan
     longer = longer_context(plan) if stats.finish_reason == "context" else None
-    return cut_text(stats, settings, plan.workload.context_tokens, longer)
+    return cut_text(stats, settings.max_tokens, plan.workload.context_tokens, longer)
 
 
 def run_batch(chosen: RunOptions) -> int:
     """Answer the prompts of a file at once; each answer as a JSON line."""
-    from uma.cli.batch import BATCH_SIZE, print_answers, read_prompts, require_alone
+    from uma.cli.batch import print_answers, read_prompts
 
-    require_alone(chosen)
     prompts = read_prompts(chosen.prompts)
-    with opened(replace(chosen, batch_size=min(BATCH_SIZE, len(prompts)))) as have:
+    with ready(chosen) as have:
         tokens = [chat_prompt(chosen, have, messages_of(chosen, prompt)) for prompt in prompts]
         print_answers(chosen, have, tokens, settings_of(chosen, have))
     return 0

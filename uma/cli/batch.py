@@ -1,7 +1,7 @@
 """Many prompts through mlx-lm's batch engine."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from uma.runtime.generate import Settings
 
 BATCH_SIZE = 8  # mlx-lm 0.32.2, generate.py, BatchGenerator: prefill_batch_size
+
+
+def of_file(chosen: RunOptions) -> RunOptions:
+    """The options with the number of sequences that the prompts' file asks for.
+
+    Raises:
+        UsageError: If an option is given that a batch does not know, or the file has no prompts.
+    """
+    require_alone(chosen)
+    return replace(chosen, batch_size=min(BATCH_SIZE, len(read_prompts(chosen.prompts))))
 
 
 def read_prompts(path: Path | None) -> list[str]:
@@ -81,7 +91,12 @@ def print_answers(
     else:
         for answer in answers:
             print(json.dumps(answer))
-        say("\n".join([*ledger_lines(have, ledger), held_text(result)]), chosen.quiet)
+        held = held_text(result.held_bytes, result.used_bytes, result.paged_bytes)
+        rates = (
+            f"prompts at {result.prompt_tps:,.1f} tokens/s, "
+            f"answers at {result.generation_tps:,.1f} tokens/s"
+        )
+        say("\n".join([*ledger_lines(have, ledger), held, rates]), chosen.quiet)
     keep(chosen, have, report)
 
 

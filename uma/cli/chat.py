@@ -11,7 +11,6 @@ from uma.cli.answer import (
     cut_of,
     finish,
     message,
-    opened,
     report_of,
     settings_of,
     stream,
@@ -53,7 +52,7 @@ def run_chat(chosen: RunOptions) -> int:
     """
     if chosen.json:
         raise UsageError("--json needs a prompt; give one with --prompt, or pipe it in")
-    with opened(chosen) as have:
+    with ready(chosen) as have:
         if not chosen.quiet:
             print("Type a message; /help lists commands.", file=sys.stderr)
         _converse(_Chat(chosen, have, settings_of(chosen, have), system_message(chosen)))

@@ -226,6 +226,10 @@ def given(context: typer.Context, name: str) -> bool:
 
 
 def _dispatch(chosen: RunOptions, emit: Server | None) -> int:
+    if chosen.prompts is not None:
+        from uma.cli import batch
+
+        chosen = batch.of_file(chosen)
     if chosen.dry_run or emit is not None:
         from uma.cli.plan import print_plan
 

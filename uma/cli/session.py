@@ -234,7 +234,7 @@ def tell_plan(chosen: RunOptions, planned: Planned) -> None:
         f"of {format_gib(plan.budget.budget_bytes)}: {plan.verdict}",
         chosen.quiet,
     )
-    for note in plan.notes:
+    for note in (*plan.machine.notes, *plan.notes):
         say(f"note: {note}", chosen.quiet)
 
 

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from uma.units import format_gib
 
 if TYPE_CHECKING:
+    from uma.measurement.generation import Stats
     from uma.measurement.process import ProcessMemory
-    from uma.runtime.batch import BatchResult
-    from uma.runtime.generate import Settings, Stats
 
 
 def speed_text(stats: "Stats", load_s: float | None = None) -> str:
@@ -20,11 +19,11 @@ def speed_text(stats: "Stats", load_s: float | None = None) -> str:
 
 
 def cut_text(
-    stats: "Stats", settings: "Settings", context_tokens: int, longer_context: int | None
+    stats: "Stats", max_tokens: int | None, context_tokens: int, longer_context: int | None
 ) -> str | None:
     """Why an answer is cut, or ``None``; ``longer_context`` is one that fits, if any does."""
     if stats.finish_reason == "length":
-        return f"cut after {settings.max_tokens:,} tokens (--max-tokens)"
+        return f"cut after {max_tokens:,} tokens (--max-tokens)"
     if stats.finish_reason == "context":
         longer = "no longer one fits"
         if longer_context is not None:
@@ -39,11 +38,10 @@ def process_text(memory: "ProcessMemory") -> str:
     return f"process: {memory.kind} {format_gib(memory.current_bytes)}{peak} ({memory.source})"
 
 
-def held_text(result: "BatchResult") -> str:
-    """Bytes held against bytes used, and what a paged cache would hold."""
-    share = 100 * result.used_bytes / result.held_bytes if result.held_bytes else 100.0
+def held_text(held_bytes: int, used_bytes: int, paged_bytes: int) -> str:
+    """Bytes that contiguous caches held against those in use, and what a paged cache would hold."""
+    share = 100 * used_bytes / held_bytes if held_bytes else 100.0
     return (
-        f"caches held {format_gib(result.held_bytes)} at most, {share:.0f} % of it used; "
-        f"in pages of 16 tokens the same would take {format_gib(result.paged_bytes)}. "
-        f"prompt {result.prompt_tps:,.1f} tokens/s, answers {result.generation_tps:,.1f} tokens/s"
+        f"caches held {format_gib(held_bytes)} at most, {share:.0f} % of it used; "
+        f"in pages of 16 tokens the same would take {format_gib(paged_bytes)}"
     )

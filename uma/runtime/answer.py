@@ -1,9 +1,9 @@
 """Tokens as they come, turned into text: stop strings, thinking blocks, the reason for the end."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-FinishReason = Literal["stop", "length", "context"]
+from uma.measurement.generation import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from uma.errors import UsageError
-from uma.runtime.answer import Answer, FinishReason
+from uma.measurement.generation import FinishReason
+from uma.runtime.answer import Answer
 from uma.runtime.generate import DEFAULTS, Settings, generation_limit, sampler
 from uma.runtime.load import LoadedModel
 from uma.runtime.measure import PhaseMeter

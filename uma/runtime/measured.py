@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from uma.ledger import Ledger
+from uma.measurement.generation import Stats
 from uma.memory.kv_cache import STEP
 from uma.plan.inference import InferencePlan, with_tokens
-from uma.runtime.generate import Stats
 from uma.runtime.measure import PhaseMeter
 
 if TYPE_CHECKING:

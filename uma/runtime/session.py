@@ -11,13 +11,14 @@ import mlx.core as mx
 
 from uma.checkpoint import Progress
 from uma.ledger import Ledger
+from uma.measurement.generation import Stats
 from uma.memory.kv_cache import STEP
 from uma.plan.inference import Form, InferencePlan, with_tokens
 from uma.plan.limits import Limits, mlx_limits
 from uma.runtime.batch import BatchResult
 from uma.runtime.bench import Bench
 from uma.runtime.cache import PromptCache, prompt_cache
-from uma.runtime.generate import Draft, Piece, Settings, Stats, generate
+from uma.runtime.generate import Draft, Piece, Settings, generate
 from uma.runtime.limits import memory_limits
 from uma.runtime.load import LoadedModel, load
 from uma.runtime.measure import PhaseMeter, measured_by
