@@ -19,7 +19,7 @@ from uma.cli.answer import (
 from uma.cli.outcome import keep
 from uma.cli.progress import say
 from uma.cli.run import RunOptions
-from uma.cli.session import Ready
+from uma.cli.session import Ready, ready
 from uma.errors import UsageError
 
 if TYPE_CHECKING:
