@@ -10,6 +10,7 @@ import pytest
 mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 
+import mlx.nn as nn  # noqa: E402
 import mlx_lm  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 from mlx_lm.tuner.utils import linear_to_lora_layers  # noqa: E402
@@ -21,6 +22,7 @@ from uma.checkpoint.source import locate  # noqa: E402
 from uma.errors import CheckpointError, UmaError, UnsupportedModel  # noqa: E402
 from uma.plan.forms import forms_of  # noqa: E402
 from uma.quantization import Quantization  # noqa: E402
+from uma.runtime.forms import to_float32  # noqa: E402
 from uma.runtime.load import load  # noqa: E402
 
 FORMATS = [
@@ -227,6 +229,20 @@ def test_float32_holds_the_values_that_the_quantized_matrices_stand_for(
                 module.mode,
             )
         assert mx.array_equal(value, expected).item(), name
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_token_as_a_column_gives_what_it_gives_as_a_row(bias: bool) -> None:
+    linear, embedding = nn.Linear(96, 160, bias=bias), nn.Embedding(50, 96)
+    one, many = mx.random.normal((1, 1, 96)), mx.random.normal((1, 3, 96))
+    rows = [linear(one), linear(many), embedding.as_linear(one), embedding.as_linear(many)]
+    mx.eval(rows)
+    linear, embedding = to_float32("", linear), to_float32("", embedding)
+    assert type(linear) is not nn.Linear
+    columns = [linear(one), linear(many), embedding.as_linear(one), embedding.as_linear(many)]
+    for row, column in zip(rows, columns, strict=True):
+        assert row.shape == column.shape
+        assert mx.allclose(row, column, atol=1e-5)
 
 
 def test_dtype_casts_scales_and_leaves_packed_numbers(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from uma.runtime.cache import (
 )
 from uma.runtime.interrupt import Torn, interruptible
 from uma.runtime.load import LoadedModel
-from uma.runtime.threads import choose_threads
+from uma.runtime.threads import phase_threads
 from uma.workload import DEFAULT_PREFILL_STEP_SIZE
 
 Phase = Literal["prefill", "decode", "end"]
@@ -108,8 +108,9 @@ def generate(
     if settings.sampling.seed is not None:
         mx.random.seed(settings.sampling.seed)
     with interruptible() as interrupted, _tidy(run):
-        choose_threads(_small_product)
+        enter = _fast_threads()
         mx.clear_cache()
+        enter("prefill")
         notify("prefill")
 
         def progress(done: int, total: int) -> None:
@@ -122,6 +123,7 @@ def generate(
         with closing(_steps(run, progress)) as steps:
             for token, logprobs, from_draft in steps:
                 if not answer.tokens:
+                    enter("decode")
                     notify("decode")
                 yield from run.add(token, logprobs, from_draft)
                 if answer.finish_reason is not None:
@@ -133,12 +135,11 @@ def generate(
     yield Piece(stats=run.stats())
 
 
-def _small_product() -> None:
-    """A millisecond of work for one thread, once the step under way has ended."""
-    from mlx_lm.generate import generation_stream
-
-    mx.synchronize(generation_stream)
-    mx.eval(mx.ones((64, 512)) @ mx.ones((512, 1024)))
+def _fast_threads() -> Callable[[str], None]:
+    """The choice of OpenBLAS's threads for the two phases, timed on arrays like theirs."""
+    x, y, w = mx.ones((64, 1024)), mx.ones((1024, 1)), mx.ones((2048, 1024))
+    mx.eval(x, y, w)
+    return phase_threads(lambda: mx.eval(x @ w.T), lambda: mx.eval(w @ y))
 
 
 def generation_limit(prompt_tokens: int, context_tokens: int, max_tokens: int | None) -> int:

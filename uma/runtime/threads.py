@@ -15,30 +15,50 @@ from uma.runtime.blas import physical_cores
 
 TRIES = 4
 
+SetThreads = Callable[[int], object]
 
-def choose_threads(product: Callable[[], object]) -> None:
-    """Set the faster number by timing ``product``, a small matrix product of a millisecond.
 
-    The slowest of a few tries counts, since waiting for a busy core comes and goes. Nothing is
-    done where OpenBLAS is not loaded, or the user has set ``OPENBLAS_NUM_THREADS``.
-    """
+def thread_setter() -> SetThreads | None:
+    """OpenBLAS's own; ``None`` where it is not loaded, or the user chose OPENBLAS_NUM_THREADS."""
     if sys.platform != "linux" or "OPENBLAS_NUM_THREADS" in os.environ:
-        return
-    set_threads = getattr(ctypes.CDLL(None), "openblas_set_num_threads", None)
-    if set_threads is not None:
-        set_faster(set_threads, physical_cores(), product)
+        return None
+    setter: SetThreads | None = getattr(ctypes.CDLL(None), "openblas_set_num_threads", None)
+    return setter
 
 
-def set_faster(
-    set_threads: Callable[[int], object], cores: int, product: Callable[[], object]
-) -> None:
-    """Leave the faster of ``cores`` threads and one in force."""
+def faster_threads(set_threads: SetThreads, cores: int, product: Callable[[], object]) -> int:
+    """``cores`` or one, by timing ``product``, a matrix product of about a millisecond.
+
+    The slowest of a few tries counts, since waiting for a busy core comes and goes.
+    """
     slowest = {}
     for threads in {cores, 1}:
         set_threads(threads)
         product()
         slowest[threads] = max(_seconds(product) for _ in range(TRIES))
-    set_threads(min(slowest, key=slowest.__getitem__))
+    return min(slowest, key=slowest.__getitem__)
+
+
+def phase_threads(
+    block: Callable[[], object], vector: Callable[[], object]
+) -> Callable[[str], None]:
+    """What to call with ``prefill`` and ``decode`` when they begin: it sets the faster number.
+
+    ``block`` and ``vector`` are products like those of the two phases.
+    """
+    set_threads = thread_setter()
+    if set_threads is None:
+        return lambda phase: None
+    cores = physical_cores()
+    chosen = {
+        "prefill": faster_threads(set_threads, cores, block),
+        "decode": faster_threads(set_threads, cores, vector),
+    }
+
+    def enter(phase: str) -> None:
+        set_threads(chosen[phase])
+
+    return enter
 
 
 def _seconds(run: Callable[[], object]) -> float:
