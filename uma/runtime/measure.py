@@ -16,7 +16,7 @@ class PhaseMeter:
     pool, which a thread samples every ``interval_s`` seconds.
     """
 
-    interval_s: float = 0.02
+    interval_s: float = 0.005
     peaks: dict[str, int] = field(default_factory=dict)
     active_and_pool_bytes: int = 0
     pool_bytes: int = 0
