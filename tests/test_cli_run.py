@@ -418,6 +418,12 @@ def test_thinking_is_told_from_the_answer(home: Path, thinker: Path) -> None:
     assert found["thinking"] in shown.stderr
 
 
+def test_the_prompts_may_come_from_a_pipe(home: Path, model: Path) -> None:
+    done = uma(home, model, "--prompts", "/dev/stdin", "--max-tokens", 2, stdin="Hello\nHi\n")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+
+
 def test_ctrl_c_ends_the_answer_with_130_and_leaves_the_lock(home: Path, model: Path) -> None:
     command = [sys.executable, "-m", "uma", "run", str(model), "Hi", "--context", "4000"]
     process = subprocess.Popen(

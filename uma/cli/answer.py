@@ -205,10 +205,12 @@ def cut_of(have: Ready, settings: "Settings", stats: "Stats") -> str | None:
 
 def run_batch(chosen: RunOptions) -> int:
     """Answer the prompts of a file at once; each answer as a JSON line."""
-    from uma.cli.batch import print_answers, read_prompts
+    from uma.cli.batch import print_answers
 
-    prompts = read_prompts(chosen.prompts)
     with ready(chosen) as have:
-        tokens = [chat_prompt(chosen, have, messages_of(chosen, prompt)) for prompt in prompts]
+        tokens = [
+            chat_prompt(chosen, have, messages_of(chosen, prompt))
+            for prompt in chosen.batch_prompts
+        ]
         print_answers(chosen, have, tokens, settings_of(chosen, have))
     return 0

@@ -19,13 +19,14 @@ BATCH_SIZE = 8  # mlx-lm 0.32.2, generate.py, BatchGenerator: prefill_batch_size
 
 
 def of_file(chosen: RunOptions) -> RunOptions:
-    """The options with the number of sequences that the prompts' file asks for.
+    """The options with the prompts of the file, which may be a pipe, and how many run at once.
 
     Raises:
         UsageError: If an option is given that a batch does not know, or the file has no prompts.
     """
     require_alone(chosen)
-    return replace(chosen, batch_size=min(BATCH_SIZE, len(read_prompts(chosen.prompts))))
+    prompts = read_prompts(chosen.prompts)
+    return replace(chosen, batch_prompts=tuple(prompts), batch_size=min(BATCH_SIZE, len(prompts)))
 
 
 def read_prompts(path: Path | None) -> list[str]:

@@ -21,14 +21,19 @@ def size_option(text: str | None, name: str) -> int | None:
         raise UsageError(f"{name}: {error}") from None
 
 
+def given(context: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line, and not in a variable or file."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def chosen_model(context: typer.Context, argument: str | None, option: str | None) -> str | None:
     """The model of the first argument or of ``--model``; the argument overrules a setting.
 
     Raises:
         UsageError: If the command line gives both.
     """
-    source = context.get_parameter_source("model")
-    if argument is not None and source is not None and source.name == "COMMANDLINE":
+    if argument is not None and given(context, "model"):
         raise UsageError("the model is given twice: as --model and as the first argument")
     return argument or option
 

@@ -59,14 +59,12 @@ def keep(chosen: RunOptions, have: Ready, report: dict[str, Any]) -> None:
 
 def _record(have: Ready, report: dict[str, Any]) -> str | None:
     """Keep one run on this machine; a note if that failed."""
-    from uma.catalog import models
     from uma.paths import records_folder
     from uma.records import model_name, write_record
     from uma.runtime.versions import versions
 
     source = have.planned.source
-    known = [model.hf_id.rsplit("/", 1)[-1] for model in models()]
-    name = model_name(source.name, local=source.repo is None, known=known)
+    name = model_name(source.name, local=source.repo is None)
     speeds = {
         key: value for key, value in report.items() if key.endswith(("_tps", "_s", "_tokens"))
     }

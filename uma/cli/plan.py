@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from uma.quantization import Quantization
 
 
-KV_GROUP_SIZES = (32, 64, 128)  # mlx 0.32.4, mlx/ops.cpp, affine_quantize
-
-
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A source and its plan, before or after the files are here."""
@@ -219,13 +216,15 @@ def require_kv_bits(chosen: "RunOptions", architecture: "Architecture") -> None:
         UsageError: If the width is none that packs, or the group divides no head.
     """
     from uma.engines.mlx_cache import KV_BITS, kv_quantization
+    from uma.quantization import MODES
 
     if chosen.kv_bits is None:
         return
     if chosen.kv_bits not in KV_BITS:
         raise UsageError(f"--kv-bits {chosen.kv_bits}: allowed are {', '.join(map(str, KV_BITS))}")
-    if chosen.kv_group_size not in KV_GROUP_SIZES:
-        sizes = ", ".join(map(str, KV_GROUP_SIZES))
+    _, _, group_sizes = MODES["affine"]
+    if chosen.kv_group_size not in group_sizes:
+        sizes = ", ".join(map(str, group_sizes))
         raise UsageError(f"--kv-group-size {chosen.kv_group_size}: allowed are {sizes}")
     able = kv_quantization(architecture, chosen.kv_group_size)
     if not able.layers:

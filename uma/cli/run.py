@@ -28,6 +28,7 @@ class RunOptions:
     model: str | None = None
     prompt: str | None = None
     prompts: Path | None = None
+    batch_prompts: tuple[str, ...] = ()
     system: str | None = None
     bits: int | None = None
     mode: str | None = None
@@ -156,7 +157,7 @@ def run(
       git diff | uma run qwen3-30b-a3b --system "Review this change." --prompt -
       uma run --model llama-3-70b --dry-run
     """
-    if model_argument is not None and not given(context_, "model"):
+    if model_argument is not None and not opt.given(context_, "model"):
         model = None
     if model is not None and model_argument is not None:
         # ``uma run -m MODEL PROMPT``: the first argument is then the prompt.
@@ -217,12 +218,6 @@ def run(
         allow_concurrent=allow_concurrent,
     )
     raise typer.Exit(_dispatch(chosen, emit))
-
-
-def given(context: typer.Context, name: str) -> bool:
-    """Whether an option stands on the command line, and not in a variable or file."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _dispatch(chosen: RunOptions, emit: Server | None) -> int:

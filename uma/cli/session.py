@@ -51,7 +51,10 @@ def ready(chosen: RunOptions, command: str = "uma run") -> Iterator[Ready]:
     if source.path is None and source.config is not None:
         require_fit(chosen, plan_of(chosen, source, live_machine()), quiet=True)
     source = on_disk(chosen, source)
-    draft = None if chosen.draft_model is None else on_disk(of_draft(chosen), located_draft(chosen))
+    draft = None
+    if chosen.draft_model is not None:
+        asked = of_draft(chosen)
+        draft = on_disk(asked, located(asked))
     with heavy_command(
         command,
         state_folder(),
@@ -215,10 +218,6 @@ def converted(chosen: RunOptions, source: "ModelSource") -> "ModelSource":
             progress=show,
         )
     return replace(locate(str(folder)), name=source.name, kind=source.kind)
-
-
-def located_draft(chosen: RunOptions) -> "ModelSource":
-    return located(of_draft(chosen))
 
 
 def tell_plan(chosen: RunOptions, planned: Planned) -> None:
