@@ -13,7 +13,7 @@ if sys.platform != "linux":
     pytest.skip("MLX has Accelerate elsewhere", allow_module_level=True)
 
 from uma.runtime.blas import with_soname
-from uma.runtime.threads import faster_threads, thread_setter
+from uma.runtime.threads import decode_threads, faster_threads, thread_setter
 
 PROGRAM = """
 import ctypes, json, sys, time
@@ -154,6 +154,19 @@ def test_the_faster_number_of_threads_is_used(
 ) -> None:
     library = Pretend(monkeypatch, seconds)
     assert faster_threads(library.set_threads, 4, library.run) == best
+
+
+@pytest.mark.parametrize(("seconds", "best"), [({1: 3.0, 4: 1.0}, 4), ({1: 1.0, 4: 50.0}, 1)])
+def test_decode_keeps_the_threads_with_which_its_first_tokens_were_faster(
+    seconds: dict[int, float], best: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Pretend(monkeypatch, seconds)
+    pace = decode_threads(library.set_threads, 4, lambda: library.now)
+    for _ in range(20):
+        next(pace)
+        library.run()
+    assert library.used[:8] == [4] * 4 + [1] * 4
+    assert set(library.used[8:]) == {best}
 
 
 @needs_openblas

@@ -24,7 +24,7 @@ from uma.runtime.cache import (
 )
 from uma.runtime.interrupt import Torn, interruptible
 from uma.runtime.load import LoadedModel
-from uma.runtime.threads import phase_threads
+from uma.runtime.threads import decode_threads, prefill_threads, thread_setter
 from uma.workload import DEFAULT_PREFILL_STEP_SIZE
 
 Phase = Literal["prefill", "decode", "end"]
@@ -108,9 +108,8 @@ def generate(
     if settings.sampling.seed is not None:
         mx.random.seed(settings.sampling.seed)
     with interruptible() as interrupted, _tidy(run):
-        enter = _fast_threads()
+        pace = _fast_threads()
         mx.clear_cache()
-        enter("prefill")
         notify("prefill")
 
         def progress(done: int, total: int) -> None:
@@ -123,8 +122,8 @@ def generate(
         with closing(_steps(run, progress)) as steps:
             for token, logprobs, from_draft in steps:
                 if not answer.tokens:
-                    enter("decode")
                     notify("decode")
+                next(pace)
                 yield from run.add(token, logprobs, from_draft)
                 if answer.finish_reason is not None:
                     break
@@ -135,11 +134,12 @@ def generate(
     yield Piece(stats=run.stats())
 
 
-def _fast_threads() -> Callable[[str], None]:
-    """The choice of OpenBLAS's threads for the two phases, timed on arrays like theirs."""
-    x, y, w = mx.ones((64, 1024)), mx.ones((1024, 1)), mx.ones((2048, 1024))
-    mx.eval(x, y, w)
-    return phase_threads(lambda: mx.eval(x @ w.T), lambda: mx.eval(w @ y))
+def _fast_threads() -> Iterator[None]:
+    """Set OpenBLAS's threads for prefill; what it returns is advanced with every token."""
+    x, w = mx.ones((64, 1024)), mx.ones((1024, 1024))
+    mx.eval(x, w)
+    set_threads = thread_setter()
+    return decode_threads(set_threads, prefill_threads(set_threads, lambda: mx.eval(x @ w.T)))
 
 
 def generation_limit(prompt_tokens: int, context_tokens: int, max_tokens: int | None) -> int:

@@ -14,6 +14,7 @@ from uma.errors import CheckpointError, UmaError, UnsupportedModel, UsageError
 from uma.quantization import Quantization
 from uma.runtime.forms import Convert, form_name, leaves, quantizer, to_float32
 from uma.runtime.limits import memory_limits
+from uma.runtime.rotation import share_rotations
 
 _FLOATS = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 _FIRST_INDEX = re.compile(r"^.*?\.\d+(?=\.)")
@@ -179,6 +180,8 @@ def _materialize(model: nn.Module, convert: list[Convert], progress: Progress | 
             progress(done, len(layers))
     if to_float32 in convert:
         model.set_dtype(mx.float32)
+        if mx.default_device() == mx.cpu:
+            share_rotations(model)
     mx.eval(model.parameters())
 
 

@@ -2,18 +2,19 @@
 
 Its threads wait for each other in a loop. On 2 cores that other programs use as well, a prompt of
 200 tokens ran at 8 tokens/s with two threads and at 134 with one (SmolLM2-135M in float32); on
-idle cores two are faster. So it is measured before each prompt.
+idle cores two are faster. So it is measured: before each prompt, and with its first tokens.
 """
 
 import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from uma.runtime.blas import physical_cores
 
 TRIES = 4
+TOKENS = 3
 
 SetThreads = Callable[[int], object]
 
@@ -39,26 +40,35 @@ def faster_threads(set_threads: SetThreads, cores: int, product: Callable[[], ob
     return min(slowest, key=slowest.__getitem__)
 
 
-def phase_threads(
-    block: Callable[[], object], vector: Callable[[], object]
-) -> Callable[[str], None]:
-    """What to call with ``prefill`` and ``decode`` when they begin: it sets the faster number.
-
-    ``block`` and ``vector`` are products like those of the two phases.
-    """
-    set_threads = thread_setter()
+def prefill_threads(set_threads: SetThreads | None, product: Callable[[], object]) -> int:
+    """The number that is faster for ``product``, a product like those of prefill, now set."""
     if set_threads is None:
-        return lambda phase: None
-    cores = physical_cores()
-    chosen = {
-        "prefill": faster_threads(set_threads, cores, block),
-        "decode": faster_threads(set_threads, cores, vector),
-    }
+        return 1
+    chosen = faster_threads(set_threads, physical_cores(), product)
+    set_threads(chosen)
+    return chosen
 
-    def enter(phase: str) -> None:
-        set_threads(chosen[phase])
 
-    return enter
+def decode_threads(
+    set_threads: SetThreads | None, most: int, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[None]:
+    """Advance it with every token: after the first few it has set the faster number for the rest.
+
+    Nothing but decode itself tells: its matrices come from memory, and one core alone may use up
+    what that gives.
+    """
+    if set_threads is not None and most > 1:
+        seconds = {}
+        for threads in (most, 1):
+            set_threads(threads)
+            yield  # the next token is already on its way
+            start = clock()
+            for _ in range(TOKENS):
+                yield
+            seconds[threads] = clock() - start
+        set_threads(min(seconds, key=seconds.__getitem__))
+    while True:
+        yield
 
 
 def _seconds(run: Callable[[], object]) -> float:
