@@ -155,17 +155,18 @@ def write_gguf(
     model=None,
     quantize: dict[str, str] | None = None,
     shapes: dict[str, tuple[int, ...]] | None = None,
+    split_max_tensors: int = 0,
 ) -> None:
     """The GGUF file of the tiny model ``name``.
 
     ``quantize`` maps endings of GGUF tensor names to the type they are stored in; ``shapes``
-    gives tensors another shape than they should have.
+    gives tensors another shape than they should have; ``split_max_tensors`` writes several files.
     """
     from mlx.utils import tree_flatten
 
     architecture, model_type, fields = MODELS[name]
     model = model or original(name)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_max_tensors)
     add_metadata(writer, model_type, {**SIZES, **fields})
     add_vocabulary(writer)
     for path_in_model, array in tree_flatten(model.parameters()):

@@ -146,11 +146,6 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) 
         changed(tmp_path, "llama", general__architecture="mamba")
 
 
-def test_one_part_of_a_split_file_is_refused_with_the_tool_that_joins_them(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="llama-gguf-split --merge"):
-        changed(tmp_path, "llama", split__count=2)
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -129,7 +129,7 @@ class GGUFArray:
 class GGUFTensor:
     """One stored array; ``dims`` are in ggml's order, the fastest first.
 
-    ``offset`` counts from the start of the data.
+    ``offset`` counts from the start of the data; ``part`` numbers the file of a split model.
     """
 
     name: str
@@ -137,6 +137,7 @@ class GGUFTensor:
     type: str
     offset: int
     size_bytes: int
+    part: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -146,7 +147,10 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """All of a file but its tensor data, which starts at byte ``data_offset``."""
+    """All of a file but its tensor data, which starts at byte ``data_offset``.
+
+    ``parts`` are the headers of the files of a split model, of which this is the sum.
+    """
 
     file: str
     version: int
@@ -154,6 +158,7 @@ class GGUFHeader:
     tensors: tuple[GGUFTensor, ...] = field(repr=False)
     alignment: int
     data_offset: int
+    parts: "tuple[GGUFHeader, ...]" = field(default=(), repr=False)
 
     @property
     def size_bytes(self) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from uma.catalog import Basis, model_config
-from uma.checkpoint import Progress, default_model, gguf, hub, safetensors
+from uma.checkpoint import Progress, default_model, gguf, gguf_split, hub, safetensors
 from uma.checkpoint.bounded_json import load_object
 from uma.checkpoint.names import Resolution, resolve
 from uma.errors import CheckpointError, HubError
@@ -19,8 +19,6 @@ from uma.paths import cache_folder
 
 Kind = Literal["mlx", "huggingface", "gguf", "hub", "catalog", "default"]
 """``mlx``, ``huggingface`` and ``gguf`` are on this disk, also where they came from the hub."""
-
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,38 +195,17 @@ def _from_file(name: str, path: Path) -> ModelSource:
 
 
 def _from_gguf(name: str, path: Path) -> ModelSource:
-    files = gguf_files(path)
-    headers = tuple(gguf.read_header(file) for file in files)
+    files = gguf_split.files_of_model(path)
+    header = gguf_split.read_model(path)
     return ModelSource(
         name=name,
         kind="gguf",
         origin="gguf header",
         path=files[0],
         weight_files=files,
-        weight_bytes=sum(header.size_bytes for header in headers),
-        gguf_headers=headers,
+        weight_bytes=header.size_bytes,
+        gguf_headers=(header,),
     )
-
-
-def gguf_files(path: Path) -> tuple[Path, ...]:
-    """The files of the GGUF model that ``path`` is, or is one of, first to last.
-
-    Raises:
-        CheckpointError: If some are missing.
-    """
-    match = _SHARD.fullmatch(path.name)
-    if match is None:
-        return (path,)
-    count = int(match[3])
-    files = tuple(
-        path.with_name(f"{match[1]}-{i:05}-of-{match[3]}.gguf") for i in range(1, count + 1)
-    )
-    missing = [file.name for file in files if not file.is_file()]
-    if missing or not files:
-        raise CheckpointError(
-            f"{path}: {len(missing)} of its {count} files are missing: {', '.join(missing[:3])}"
-        )
-    return files
 
 
 def _from_folder(name: str, folder: Path) -> ModelSource:

@@ -87,10 +87,6 @@ def model_config(
             f"GGUF architecture {architecture[:40]!r} is not converted; known: "
             f"{', '.join(ARCHITECTURES)} (Mistral and Mixtral are llama)"
         )
-    if metadata.integer("split.count", 1) > 1:
-        raise UnsupportedModel(
-            "this GGUF file is one part of several; join them with llama-gguf-split --merge"
-        )
     keys = _Keys(metadata, architecture)
     fields = _common(keys, architecture, shapes)
     notes: list[str] = []

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from uma.checkpoint import Progress
-from uma.checkpoint.gguf import GGUFHeader, read_header
+from uma.checkpoint.gguf import GGUFHeader
+from uma.checkpoint.gguf_split import files_of_model, read_model
 from uma.checkpoint.lock import locked
 from uma.errors import CheckpointError, StorageError, UsageError
 from uma.quantization import Quantization
@@ -74,7 +75,7 @@ def convert(
     """
     if os.path.exists(out_dir):  # unlike Path.exists, false for a name that no file can have
         raise UsageError(f"{out_dir} exists; give a folder that does not")
-    header = read_header(gguf_path)
+    header = read_model(gguf_path)
     with _storage_errors(out_dir):
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         temporary = out_dir.parent / f".{out_dir.name[:80]}.{secrets.token_hex(8)}"
@@ -249,16 +250,17 @@ def converted_folder(
 
 
 def _cache_name(gguf_path: Path, quantization: Quantization | None) -> str:
-    """A name that changes with the file's size, time or first MiB, the format asked, our code."""
+    """A name that changes with the files' sizes, times or first MiB, the format asked, our code."""
+    digest = hashlib.sha256()
     try:
-        status = gguf_path.stat()
-        with open(gguf_path, "rb") as file:
-            digest = hashlib.sha256(file.read(1 << 20))
+        for path in files_of_model(gguf_path):
+            status = path.stat()
+            with open(path, "rb") as file:
+                digest.update(file.read(1 << 20))
+            digest.update(f"{status.st_size} {status.st_mtime_ns} ".encode())
     except OSError as error:
         raise CheckpointError(f"{gguf_path} cannot be read: {error.strerror}") from None
-    digest.update(
-        f"{status.st_size} {status.st_mtime_ns} {quantization} {CONVERSION_VERSION}".encode()
-    )
+    digest.update(f"{quantization} {CONVERSION_VERSION}".encode())
     stem = re.sub(r"[^A-Za-z0-9._-]", "-", gguf_path.stem)[:60].lstrip(".")
     return f"{stem}-{digest.hexdigest()[:16]}"
 

@@ -135,11 +135,12 @@ def mapped_rows(header: GGUFHeader, tensor: GGUFTensor) -> "npt.NDArray[Any]":
     """The bytes of ``tensor`` in the file, mapped: ``[product of leading dims, row bytes]``."""
     import numpy as np
 
+    part = header.parts[tensor.part] if header.parts else header
     mapped = np.memmap(
-        header.file,
+        part.file,
         dtype=np.uint8,
         mode="r",
-        offset=header.data_offset + tensor.offset,
+        offset=part.data_offset + tensor.offset,
         shape=(tensor.size_bytes,),
     )
     return mapped.reshape(math.prod(tensor.shape[:-1]), -1)
