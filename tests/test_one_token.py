@@ -1,4 +1,4 @@
-"""One token's rotation by the shared matrix, against MLX's own rotary embeddings."""
+"""One token on the CPU: rotation and norm as products, against MLX's own."""
 
 from typing import Any
 
@@ -7,10 +7,12 @@ import pytest
 mx = pytest.importorskip("mlx.core")
 
 import mlx.nn as nn  # noqa: E402
+from mlx.utils import tree_flatten  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE  # noqa: E402
 from models import CONFIGS, build_model  # noqa: E402
 
+from uma.runtime.forms import ProductRMSNorm, to_float32  # noqa: E402
 from uma.runtime.rotation import ROTARY, share_rotations  # noqa: E402
 
 LLAMA3 = {
@@ -72,3 +74,15 @@ def test_logits_of_a_model_stay_the_same(kind: str) -> None:
         return mx.concatenate([model(mx.array([[token]]), cache=cache) for token in (5, 6, 7)])
 
     assert mx.allclose(logits(True), logits(False), atol=1e-4, rtol=0)
+
+
+def test_the_norm_of_a_token_is_that_of_mlx() -> None:
+    x = 3 * mx.random.normal((1, 1, 64))
+    norm = nn.RMSNorm(64, eps=1e-3)
+    norm.weight = mx.random.normal((64,))
+    expected = norm(x), norm(0 * x)
+    ours = to_float32("norm", norm)
+    assert isinstance(ours, ProductRMSNorm)
+    assert mx.allclose(ours(x), expected[0], atol=1e-5, rtol=1e-5)
+    assert mx.array_equal(ours(0 * x), expected[1])
+    assert [name for name, _ in tree_flatten(ours.parameters())] == ["weight"]
