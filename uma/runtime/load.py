@@ -236,4 +236,9 @@ def open_tokenizer(folder: Path, config: dict[str, Any], trust_remote_code: bool
             eos_token_ids=config.get("eos_token_id"),
         )
     except Exception as error:  # the tokenizers library raises bare Exception
+        if not (folder / "tokenizer.json").is_file():
+            raise CheckpointError(
+                f"{folder} has no tokenizer.json: download all files of the model, not its weights "
+                "alone"
+            ) from error
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from error

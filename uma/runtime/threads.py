@@ -15,6 +15,7 @@ from uma.runtime.blas import physical_cores
 
 TRIES = 4
 TOKENS = 3
+WORTH = 0.9  # more threads take the cores from others: they must be worth it
 
 SetThreads = Callable[[int], object]
 
@@ -66,7 +67,7 @@ def decode_threads(
             for _ in range(TOKENS):
                 yield
             seconds[threads] = clock() - start
-        set_threads(min(seconds, key=seconds.__getitem__))
+        set_threads(most if seconds[most] < WORTH * seconds[1] else 1)
     while True:
         yield
 
