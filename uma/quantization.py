@@ -8,7 +8,7 @@ from typing import Any
 
 from uma.errors import UnsupportedModel, UsageError
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 
 # Per mode: the default (group_size, bits), then every width and group size that it allows.
 # mlx 0.32.4, nn/layers/quantized.py, _defaults_for_mode; mlx/ops.cpp, affine_quantize, fp_quantize.
@@ -229,3 +229,18 @@ GGUF_TYPES: dict[str, tuple[int, int]] = {
     "MXFP4": (32, 17),
     "NVFP4": (64, 36),
 }
+
+
+def gguf_bytes(gguf_type: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor of ``shape``, rows last, in a type of ``GGUF_TYPES``.
+
+    Raises:
+        ValueError: If its rows are not whole blocks.
+
+    >>> gguf_bytes("Q4_K", (4096, 4096))
+    9437184
+    """
+    block, block_bytes = GGUF_TYPES[gguf_type]
+    if (shape or (1,))[-1] % block:
+        raise ValueError(f"rows of {shape} are not whole blocks of {block} for {gguf_type}")
+    return prod(shape) // block * block_bytes

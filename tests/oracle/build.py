@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import io
+import sys
+import types
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +15,9 @@ from mlx_lm.utils import _get_classes, quantize_model
 
 from uma.architecture.layers import Architecture, parameters
 from uma.quantization import Quantization
+
+# mlx-lm's olmo probes for a package that it does not use.
+sys.modules.setdefault("hf_olmo", types.ModuleType("hf_olmo"))
 
 UNTIED_WITHOUT_HEAD = ("gemma3_text", "gemma3")
 

@@ -118,6 +118,7 @@ TINY: dict[str, Json] = {
         **BASE,
         **HEADS,
         "global_head_dim": 128,
+        "use_double_wide_mlp": True,
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,
         "num_kv_shared_layers": 2,

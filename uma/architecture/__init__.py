@@ -1,7 +1,8 @@
 """What a model is made of: ``config.json`` to layers and parameters, as mlx-lm builds them.
 
-One module a family; each has a table from the name of a file of ``mlx_lm.models`` to the function
-that lays it out and the defaults of its ``ModelArgs`` (mlx-lm 0.32.2).
+One file a family (``families``); each has a table from the name of a file of ``mlx_lm.models`` to
+the function that lays it out and the defaults of its ``ModelArgs`` (mlx-lm 0.32.2). ``elsewhere``
+has what mlx-lm lacks. Keys that a file lacks are those of transformers' configuration classes.
 """
 
 import re
@@ -9,41 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from uma.architecture import (
-    bailing,
-    convolution,
-    dense,
-    dense_variants,
-    experts,
-    experts_by_layer,
-    experts_variants,
-    gemma,
-    gpt,
-    kimi,
-    latent,
-    linear_attention,
-    mamba,
-)
-from uma.architecture.config import Config, Modules
+from uma.architecture.config import Config, Module
+from uma.architecture.families import ELSEWHERE, NAMES, module_named
 from uma.architecture.layers import Architecture, parameters
+from uma.architecture.left_out import parts_left_out
 from uma.architecture.parts import under
 from uma.errors import CheckpointError, UnsupportedModel
-
-MODULES: Modules = (
-    bailing.MODULES
-    | convolution.MODULES
-    | dense.MODULES
-    | dense_variants.MODULES
-    | gemma.MODULES
-    | gpt.MODULES
-    | kimi.MODULES
-    | experts.MODULES
-    | experts_by_layer.MODULES
-    | experts_variants.MODULES
-    | latent.MODULES
-    | linear_attention.MODULES
-    | mamba.MODULES
-)
 
 # mlx-lm 0.32.2, utils.py, MODEL_REMAPPING.
 REMAPPING = {
@@ -61,6 +33,17 @@ REMAPPING = {
     "deepseek_v41_text": "deepseek_v41",
 }
 
+# mlx-lm 0.32.2, utils.py, MODEL_ARCHITECTURE_REMAPPING.
+ARCHITECTURE_REMAPPING = {("bailing_hybrid", "BailingMoeV3ForCausalLM"): "bailing_moe_v3"}
+
+# Files of ``mlx_lm.models`` that no config alone describes, and why.
+NOT_UNDERSTOOD = {
+    "prism_hadamard_qwen35": "its file names the layers that are packed in 2 bits one by one",
+}
+
+# Files without a ``model_type`` name it by the class that runs them.
+MODEL_TYPES = {"MiniMaxText01ForCausalLM": "minimax_text_01"}
+
 # Modules that hold the text model of a multimodal one: its module, where they put it, and the
 # defaults that they give it.
 WRAPPERS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -70,6 +53,7 @@ WRAPPERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4},
     ),
     "gemma3n": ("gemma3n", "", {}),
+    "deepseek_v41": ("deepseek_v41", "", {}),
     "gemma4": (
         "gemma4_text",
         "language_model",
@@ -80,6 +64,8 @@ WRAPPERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "kimi_vl": ("deepseek_v3", "language_model", {}),
     "lfm2-vl": ("lfm2", "language_model", {}),
     "llama4": ("llama4", "language_model", {}),
+    "muse_glimmer": ("muse_glimmer", "", {}),
+    "muse_spark": ("muse_spark", "", {}),
     "minimax_m3_vl": ("minimax_m3_vl", "language_model", {}),
     "mistral3": ("llama", "language_model", {"tie_word_embeddings": False}),
     "pixtral": ("llama", "language_model", {"num_attention_heads": 32}),
@@ -101,6 +87,7 @@ SIZES = re.compile(r"^(num|n)_|_(size|heads|dim|dims|layers|experts|inputs|rank|
 NESTED_SIZES = ("attn_config", "ffn_config", "linear_attn_config", "sparse_attention_config")
 NOT_SIZES = frozenset(
     {
+        "cross_attention_layers",
         "full_attn_layers",
         "intermediate_size",
         "kda_layers",
@@ -108,48 +95,115 @@ NOT_SIZES = frozenset(
         "mlp_only_layers",
         "no_rope_layers",
         "num_attention_heads_per_layer",
+        "num_kv_heads",
+        "num_query_heads",
         "pruned_heads",
+        "sliding_window_layers",
         "time_step_rank",
     }
 )
 _MALFORMED = (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError)
 
 
-def module_of(config: Mapping[str, Any]) -> str:
-    """The file of ``mlx_lm.models`` that runs ``config``."""
+def model_type_of(config: Mapping[str, Any]) -> str:
+    """``model_type``, else by the first of ``architectures``.
+
+    Raises:
+        CheckpointError: If there is neither.
+    """
     model_type = config.get("model_type")
+    if model_type is None:
+        model_type = MODEL_TYPES.get(_architectures(config)[0])
     if not isinstance(model_type, str):
         raise CheckpointError("config.json has no 'model_type'")
+    return model_type
+
+
+def module_of(config: Mapping[str, Any]) -> str:
+    """The file of ``mlx_lm.models`` that mlx-lm would take for ``config``, if it has one."""
+    model_type = model_type_of(config)
+    for name in _architectures(config):
+        if (model_type, name) in ARCHITECTURE_REMAPPING:
+            return ARCHITECTURE_REMAPPING[model_type, name]
     return REMAPPING.get(model_type, model_type)
+
+
+def _architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
+    names = config.get("architectures") or ("",)
+    return (names,) if isinstance(names, str) else tuple(map(str, names))
 
 
 def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
     """Layers, token mixers and parameters of the text model that ``config`` describes.
 
-    A quantization in it is ignored (``uma.quantization.quantization_of_config`` reads that), and
-    so are vision towers and layers for multi-token prediction, which mlx-lm drops.
+    A quantization in it is ignored (``uma.quantization.quantization_of_config`` reads that).
+    Vision towers and layers for multi-token prediction are counted, not laid out.
 
     Raises:
-        UnsupportedModel: If no module of that ``model_type`` is known.
+        UnsupportedModel: If that ``model_type`` is not known.
         CheckpointError: If a key is missing or malformed.
     """
     module = module_of(config)
-    text_module, fixed = _text_module(config, module)
-    if text_module not in MODULES:
-        known = ", ".join(sorted(MODULES | WRAPPERS | REMAPPING))
-        raise UnsupportedModel(
-            f"model_type {config['model_type']!r} is not supported; supported are {known}"
-        )
-    builder, defaults = MODULES[text_module]
-    text = text_config(config) if module in WRAPPERS else config
+    text = text_config(config)
+    found, fixed = _builder(config, text, module)
+    if found is None:
+        return _nested(config, text)
+    (builder, defaults), runs = found
+    model_type = str(text.get("model_type") or model_type_of(config))
+    values = {**text, **fixed, "model_type": model_type}
+    keys = Config(_checked(values), defaults, config)
     try:
-        architecture = builder(Config(_checked({**text, **fixed}), defaults, config))
+        architecture = builder(keys)
+        _check_shapes(architecture)
+        architecture = _finished(architecture, config, module if runs else None)
+        return replace(architecture, **parts_left_out(config, text, architecture, keys.filled))
     except _MALFORMED as error:
         raise CheckpointError(
-            f"config.json of model_type {config['model_type']!r} is malformed: {error}"
+            f"config.json of model_type {model_type_of(config)!r} is malformed: {error}"
         ) from error
-    _check_shapes(architecture)
-    return _finished(architecture, config, module)
+
+
+def _builder(
+    config: Mapping[str, Any], text: Mapping[str, Any], module: str
+) -> tuple[tuple[Module, bool] | None, dict[str, Any]]:
+    """The function for ``module`` and whether mlx-lm runs it, and the keys its wrapper sets."""
+    text_module, fixed = _text_module(config, module)
+    name = _told_apart(text, text_module)
+    found = (module_named(name), name not in ELSEWHERE) if name in NAMES else None
+    return found, fixed
+
+
+def _told_apart(text: Mapping[str, Any], module: str) -> str:
+    """The name of another model where two share a ``model_type`` and mlx-lm has one of them."""
+    if module == "minimax" and (
+        0 in (text.get("attn_type_list") or ())
+        or "linear_attention" in (text.get("layer_types") or ())
+    ):
+        return "minimax_text_01"
+    if module == "olmo" and "d_model" not in text:
+        return "olmo_hf"
+    return module
+
+
+def _nested(config: Mapping[str, Any], text: Mapping[str, Any]) -> Architecture:
+    """The text model of a multimodal one that mlx-lm lacks, if that is known itself.
+
+    Raises:
+        UnsupportedModel: If it is not.
+    """
+    model_type = model_type_of(config)
+    inner = str(text.get("model_type"))
+    for name in (inner, inner.removesuffix("_text"), inner.removesuffix("_text_model")):
+        if text is not config and REMAPPING.get(name, name) in NAMES:
+            architecture = architecture_from_config({**text, "model_type": name})
+            left_out = parts_left_out(config, text, architecture, {})
+            return replace(architecture, model_type=model_type, module=None, **left_out)
+    reason = NOT_UNDERSTOOD.get(model_type)
+    known = ", ".join(sorted(NAMES | WRAPPERS | REMAPPING))
+    raise UnsupportedModel(
+        f"model_type {model_type!r} is not supported"
+        + (f": {reason}" if reason else f"; supported are {known}")
+    )
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -198,14 +252,16 @@ def _check_shapes(architecture: Architecture) -> None:
         raise CheckpointError("config.json describes a model without layers")
 
 
-def _finished(architecture: Architecture, config: Mapping[str, Any], module: str) -> Architecture:
+def _finished(
+    architecture: Architecture, config: Mapping[str, Any], module: str | None
+) -> Architecture:
     architecture = replace(
         architecture,
-        model_type=config["model_type"],
+        model_type=model_type_of(config),
         module=module,
         dtype=_dtype(config),
     )
-    prefix = WRAPPERS[module][1] if module in WRAPPERS else ""
+    prefix = WRAPPERS.get(module or "", ("", "", {}))[1]
     if not prefix:
         return architecture
     layers = tuple(

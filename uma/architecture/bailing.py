@@ -1,6 +1,7 @@
 """Ling (Bailing) models: experts over softmax, linear and latent attention."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from uma.architecture.config import Config, Modules
@@ -20,6 +21,7 @@ from uma.architecture.parts import (
     stacked,
     switch_glu,
     under,
+    unquantized,
 )
 
 
@@ -127,6 +129,58 @@ def bailing_hybrid(c: Config) -> Architecture:
     return bailing_decoder(c, mixers, experts_part(c, shared if c.num_shared_experts else 0))
 
 
+def v3_delta(c: Config) -> tuple[Recurrent, Part]:
+    """Kimi's delta attention with gates of full rank."""
+    hidden, heads, dim, kernel = (
+        c.hidden_size,
+        c.num_attention_heads,
+        c.head_dim,
+        c.short_conv_kernel_size,
+    )
+    width = heads * dim
+    part = under(
+        "attention",
+        *(linear(f"{x}_proj", width, hidden) for x in "qkvfg"),
+        *(array(f"{x}_conv1d", width, kernel, 1) for x in "qkv"),
+        array("A_log", heads),
+        array("dt_bias", width),
+        unquantized(linear("b_proj", heads, hidden)),
+        array("o_norm", dim),
+        linear("o_proj", hidden, width),
+    )
+    convolutions = tuple(State(f"{x}_conv", (kernel - 1, width), "model") for x in "qkv")
+    states = (*convolutions, State("delta", (heads, dim, dim), "float32"))
+    return Recurrent("kimi_delta", states, heads, dim, width), part
+
+
+def v3_latent(c: Config) -> tuple[LatentAttention, Part]:
+    """Latent attention with a gate a head; only ``dense`` has a quantized form."""
+    mixer, part = absorbed_latent(c.named(use_qkv_bias=False))
+    gate = linear("attention.g_proj", c.num_attention_heads, c.hidden_size)
+    kept = unquantized(part + gate)
+    return mixer, tuple(
+        replace(p, quantizable=True) if p.name == "attention.dense" else p for p in kept
+    )
+
+
+def bailing_moe_v3(c: Config) -> Architecture:
+    """Latent attention in the last layer of each group; embeddings never quantized."""
+    hidden, width = c.hidden_size, c.moe_intermediate_size
+    shared = c.moe_shared_expert_intermediate_size * c.num_shared_experts
+    moe = under(
+        "mlp",
+        array("gate", c.num_experts, hidden),
+        array("gate.expert_bias", c.num_experts),
+        switch_glu("switch_mlp", c.num_experts, hidden, width),
+        gated_mlp("shared_experts", hidden, shared),
+    )
+    experts = Experts(c.num_experts, c.num_experts_per_tok, width, shared)
+    latent, recurrent = v3_latent(c), v3_delta(c)
+    mixers = [latent if is_global(c, i) else recurrent for i in range(c.num_hidden_layers)]
+    architecture = bailing_decoder(c.named(use_bias=False), mixers, (experts, moe))
+    return replace(architecture, parameters=unquantized(architecture.parameters))
+
+
 BAILING_DEFAULTS = {
     "use_bias": False,
     "use_qkv_bias": False,
@@ -149,6 +203,32 @@ MODULES: Modules = {
             "use_bias": False,
             "use_qk_norm": True,
             "moe_router_enable_expert_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "bailing_moe_v3": (
+        bailing_moe_v3,
+        {
+            "vocab_size": 157184,
+            "hidden_size": 1536,
+            "intermediate_size": 4608,
+            "moe_intermediate_size": 512,
+            "moe_shared_expert_intermediate_size": 512,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "layer_group_size": 4,
+            "head_dim": 128,
+            "q_lora_rank": 256,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "short_conv_kernel_size": 4,
+            "max_position_embeddings": 131072,
             "tie_word_embeddings": False,
         },
     ),

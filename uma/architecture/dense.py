@@ -152,16 +152,21 @@ def olmo3(c: Config) -> Architecture:
     return decoder(c, layers, tied=c.tie_word_embeddings)
 
 
-def exaone4(c: Config) -> Architecture:
-    """``sliding_window_pattern`` is a string of L (local) and G (global), repeated."""
+def pattern_windows(c: Config) -> list[int | None]:
+    """``sliding_window_pattern`` is a string of L (local) and G (global), or G's period."""
     pattern = c.get("sliding_window_pattern") or "G"
-    layer_windows = [
+    if isinstance(pattern, int):
+        return periodic_windows(c, pattern)
+    return [
         c.sliding_window if pattern[i % len(pattern)] == "L" else None
         for i in range(c.num_hidden_layers)
     ]
+
+
+def exaone4(c: Config) -> Architecture:
     part = attention_part(c, c.head_dim, qk_norm="head")
     layer_norms = norms(c.hidden_size, *OLMO_NORMS)
-    layers = dense_layers(c, part, mlp_part(c), layer_norms, c.head_dim, layer_windows)
+    layers = dense_layers(c, part, mlp_part(c), layer_norms, c.head_dim, pattern_windows(c))
     return decoder(c, layers, tied=c.tie_word_embeddings)
 
 

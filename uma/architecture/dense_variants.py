@@ -264,7 +264,7 @@ MODULES: Modules = {
             "tie_word_embeddings": False,
         },
     ),
-    "apertus": (apertus, {}),
+    "apertus": (apertus, {"mlp_bias": False}),
     "nemotron-nas": (
         nemotron_nas,
         {

@@ -144,10 +144,18 @@ def minimax_m3_experts(c: Config) -> list[bool]:
     return [True] * c.num_hidden_layers if freq is None else [bool(f) for f in freq]
 
 
+def nested(c: Config, group: str, key: str) -> Any:
+    """A key of a group, or beside it where a config is flat."""
+    return c.get(key) if key in c else getattr(c, group)[key]
+
+
 def dbrx(c: Config) -> Architecture:
     """Experts as modules of their own, not stacked; keys of the config nested by part."""
-    hidden, heads, count = c.d_model, c.n_heads, c.ffn_config["moe_num_experts"]
-    kv_heads, size = c.attn_config["kv_n_heads"], c.ffn_config["ffn_hidden_size"]
+    hidden, heads, count = c.d_model, c.n_heads, nested(c, "ffn_config", "moe_num_experts")
+    kv_heads, size = (
+        nested(c, "attn_config", "kv_n_heads"),
+        nested(c, "ffn_config", "ffn_hidden_size"),
+    )
     head_dim = hidden // heads
     block = (
         under(
@@ -168,7 +176,7 @@ def dbrx(c: Config) -> Architecture:
             )
         )
     )
-    experts = Experts(count, c.ffn_config["moe_top_k"], size)
+    experts = Experts(count, nested(c, "ffn_config", "moe_top_k"), size)
     mixer = Attention(heads, kv_heads, head_dim, head_dim)
     layers = [
         layer(f"transformer.blocks.{i}", [mixer], [experts], block) for i in range(c.n_layers)
@@ -217,6 +225,31 @@ def mellum(c: Config) -> Architecture:
     return decoder(c, layers, tied=c.tie_word_embeddings)
 
 
+MINIMAX_M3_DEFAULTS = {
+    "hidden_size": 6144,
+    "intermediate_size": 3072,
+    "dense_intermediate_size": 12288,
+    "shared_intermediate_size": 3072,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 60,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 1048576,
+    "head_dim": 128,
+    "vocab_size": 200064,
+    "tie_word_embeddings": False,
+    "use_qk_norm": True,
+    "mlp_layer_types": None,
+    "moe_layer_freq": None,
+    "layer_types": None,
+    "sparse_attention_config": None,
+    "sparse_attention_freq": None,
+    "index_n_heads": None,
+    "index_head_dim": None,
+    "index_block_size": None,
+}
+
 MODULES: Modules = {
     "laguna": (
         laguna,
@@ -247,30 +280,7 @@ MODULES: Modules = {
     "dbrx": (dbrx, {}),
     "minimax_m3_vl": (
         minimax_m3,
-        {
-            "hidden_size": 6144,
-            "intermediate_size": 3072,
-            "dense_intermediate_size": 12288,
-            "shared_intermediate_size": 3072,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 4,
-            "num_hidden_layers": 60,
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-            "max_position_embeddings": 1048576,
-            "head_dim": 128,
-            "vocab_size": 200064,
-            "tie_word_embeddings": False,
-            "use_qk_norm": True,
-            "mlp_layer_types": None,
-            "moe_layer_freq": None,
-            "layer_types": None,
-            "sparse_attention_config": None,
-            "sparse_attention_freq": None,
-            "index_n_heads": None,
-            "index_head_dim": None,
-            "index_block_size": None,
-        },
+        MINIMAX_M3_DEFAULTS,
     ),
     "exaone_moe": (exaone_moe, {"tie_word_embeddings": False}),
     "mellum": (mellum, {}),

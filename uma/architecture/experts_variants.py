@@ -219,7 +219,12 @@ MODULES: Modules = {
     "granitemoe": (granitemoe, {"tie_word_embeddings": True}),
     "solar_open": (
         glm4_moe,
-        {"attention_bias": False, "use_qk_norm": False, "moe_layer_freq": 1},
+        {
+            "attention_bias": False,
+            "use_qk_norm": False,
+            "moe_layer_freq": 1,
+            "first_k_dense_replace": 0,
+        },
     ),
     "afmoe": (
         afmoe,

@@ -82,11 +82,18 @@ def per_layer_embeddings(c: Config) -> Part:
     )
 
 
+GEMMA3N_PERIOD = 5  # transformers 5.24.0, configuration_gemma3n.py, layer_types
+
+
 def gemma3n(c: Config) -> Architecture:
     """Alternating updates, low-rank residuals, and caches shared by the last layers."""
     hidden, prefix = c.hidden_size, "model.language_model"
     inputs, rank = c.altup_num_inputs, c.laurel_rank
-    sources = shared_sources(c.layer_types, c.num_hidden_layers - c.num_kv_shared_layers)
+    types = c.get("layer_types") or [
+        "sliding_attention" if (i + 1) % GEMMA3N_PERIOD else "full_attention"
+        for i in range(c.num_hidden_layers)
+    ]
+    sources = shared_sources(types, c.num_hidden_layers - c.num_kv_shared_layers)
     common = (
         attention_part(c, c.head_dim, qk_norm="head")
         + norms(hidden, *SANDWICH_NORMS)
@@ -107,7 +114,7 @@ def gemma3n(c: Config) -> Architecture:
         )
     )
     layers = []
-    for i, window in enumerate(windows(c)):
+    for i, window in enumerate(windows(c, types)):
         sizes = c.intermediate_size
         size = sizes[i] if isinstance(sizes, list) else sizes
         mixer = attention(c, c.head_dim, window, kv_source=sources[i])
@@ -217,7 +224,6 @@ MODULES: Modules = {
             "sliding_window_pattern": 5,
             "max_position_embeddings": 131072,
             "attention_k_eq_v": False,
-            "use_double_wide_mlp": True,
             "enable_moe_block": False,
             "num_experts": None,
             "top_k_experts": None,

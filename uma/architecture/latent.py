@@ -71,7 +71,7 @@ def latent_queries(c: Config, bias: bool) -> Part:
     )
 
 
-def latent_part(c: Config, absorbed: bool) -> Part:
+def latent_part(c: Config, absorbed: bool, name: str = "self_attn") -> Part:
     """``self_attn``: keys and values up from the latent by one matrix, or ``absorbed`` into two.
 
     mlx-lm's DeepSeek V3 splits ``kv_b_proj`` into ``embed_q`` and ``unembed_out``.
@@ -84,7 +84,7 @@ def latent_part(c: Config, absorbed: bool) -> Part:
     else:
         expand = linear("kv_b_proj", heads * (c.qk_nope_head_dim + c.v_head_dim), rank)
     return under(
-        "self_attn",
+        name,
         latent_queries(c, bias),
         linear("kv_a_proj_with_mqa", rank + c.qk_rope_head_dim, c.hidden_size, bias),
         array("kv_a_layernorm", rank),
@@ -108,7 +108,6 @@ def deepseek_experts(c: Config, bias_correction: bool) -> tuple[Experts, Part]:
 def deepseek_layers(c: Config, mixer: Mixer, attention: Part, bias_correction: bool) -> list[Layer]:
     """Dense feed-forward parts in the first layers, experts in the others."""
     common = attention + norms(c.hidden_size, *LLAMA_NORMS)
-    dense = FeedForward(c.intermediate_size)
 
     def sparse(i: int) -> bool:
         return (
@@ -120,6 +119,7 @@ def deepseek_layers(c: Config, mixer: Mixer, attention: Part, bias_correction: b
     def block(i: int) -> Layer:
         prefix = f"model.layers.{i}"
         if not sparse(i):
+            dense = FeedForward(c.intermediate_size)
             return layer(prefix, [mixer], [dense], common, mlp_part(c))
         experts, part = deepseek_experts(c, bias_correction)
         return layer(prefix, [mixer], [experts], common, part)

@@ -37,6 +37,11 @@ class LatentAttention:
     ``index_head_dim`` is the width of the key that a sparse-attention indexer caches, if there is
     one (DeepSeek V3.2). Whether an engine caches the latent or the expanded heads is the engine's
     rule, not the model's.
+
+    DeepSeek V4 and V4.1 keep every latent of the latest ``sliding_window`` tokens only, and of the
+    others one for each ``compress_ratio`` tokens (``None``: none); the same ratio holds for the
+    indexer's keys, of which one stands for ``index_compress_ratio`` tokens elsewhere (GLM 5 Next).
+    ``kv_source`` is the layer whose compressed latents this layer reads instead of its own.
     """
 
     num_attention_heads: int
@@ -47,6 +52,10 @@ class LatentAttention:
     index_head_dim: int | None = None
     index_n_heads: int | None = None
     index_topk: int | None = None
+    sliding_window: int | None = None
+    compress_ratio: int | None = None
+    index_compress_ratio: int | None = None
+    kv_source: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +117,7 @@ class Parameter:
     ``[num_experts, output_dims, input_dims]``. ``quantizable`` is false where mlx-lm's
     ``quant_predicate`` keeps a matrix in full precision; ``bits`` is the width that it forces
     instead of the asked one (Qwen3-MoE's router: 8). ``dtype`` is ``float32`` where the module
-    itself insists on it.
+    itself insists on it, ``uint8`` where several numbers are packed in a byte (BitNet).
     """
 
     name: str
@@ -117,7 +126,7 @@ class Parameter:
     quantizable: bool = True
     bits: int | None = None
     group_size: int | None = None
-    dtype: Literal["model", "float32"] = "model"
+    dtype: Literal["model", "float32", "uint8"] = "model"
 
     @property
     def size(self) -> int:
@@ -143,6 +152,10 @@ class Architecture:
 
     ``parameters`` are those outside the layers: embeddings, final norm, head. ``module`` is the
     file of ``mlx_lm.models`` that runs it, or ``None`` where mlx-lm has none.
+
+    ``vision_parameters`` are those of a vision tower and its projector, ``mtp_parameters`` those
+    of layers for multi-token prediction: parts of the published model that ``parameters`` leaves
+    out. 0 if it has none, ``None`` if it has some and the config does not decide how many.
     """
 
     model_type: str
@@ -155,6 +168,8 @@ class Architecture:
     parameters: tuple[Parameter, ...]
     dtype: str = "bfloat16"
     notes: tuple[str, ...] = ()
+    vision_parameters: int | None = 0
+    mtp_parameters: int | None = 0
 
     @property
     def num_hidden_layers(self) -> int:

@@ -141,11 +141,15 @@ def granitemoehybrid(c: Config) -> Architecture:
     )
 
     def block(i: int, kind: str) -> Layer:
-        mixer, part = granite_mamba(c) if kind == "mamba" else softmax
+        mixer, part = softmax if kind in ("attention", "full_attention") else granite_mamba(c)
         layer_norms = norms(hidden, *LLAMA_NORMS)
         return layer(f"model.layers.{i}", [mixer], [feed_forward], part, mlp, layer_norms)
 
-    layers = [block(i, kind) for i, kind in enumerate(c.layer_types)]
+    # IBM's own have attention at 5, 15, 25, ...; transformers' class would have none at all.
+    kinds = c.get("layer_types") or [
+        "attention" if i % 10 == 5 else "mamba" for i in range(c.num_hidden_layers)
+    ]
+    layers = [block(i, kind) for i, kind in enumerate(kinds)]
     return decoder(c, layers, tied=c.tie_word_embeddings)
 
 
@@ -306,7 +310,6 @@ MODULES: Modules = {
         {
             "num_local_experts": None,
             "mamba_proj_bias": None,
-            "mamba_conv_bias": None,
             "mlp_bias": False,
             "tie_word_embeddings": True,
         },

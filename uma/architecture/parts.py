@@ -47,6 +47,21 @@ def linear(
     return (weight, *(array(f"{name}.bias", output_dims) if bias else ()))
 
 
+def unquantized(part: Part, *suffixes: str) -> Part:
+    """The matrices whose names end so, or all, kept in full precision by ``quant_predicate``."""
+    return tuple(
+        replace(p, quantizable=False)
+        if p.kind != "other" and (not suffixes or p.name.endswith(suffixes))
+        else p
+        for p in part
+    )
+
+
+def in_float32(part: Part) -> Part:
+    """Parameters that ``cast_predicate`` keeps in float32."""
+    return tuple(replace(p, dtype="float32") for p in part)
+
+
 def router(name: str, num_experts: int, hidden_size: int, bias: bool = False) -> Part:
     """A gate over experts that ``quant_predicate`` keeps at 8 bits in groups of 64."""
     return linear(name, num_experts, hidden_size, bias, bits=8)

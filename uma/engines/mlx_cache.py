@@ -20,12 +20,13 @@ from uma.memory.kv_cache import LayerCache, StateCache, TokenCache
 
 # Modules without ``make_cache``: every layer gets the same cache, sliding or not.
 _UNIFORM = """
-apertus bailing_moe cohere dbrx deepseek deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe
-exaone gemma gemma2 glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite granitemoe
-helium hunyuan_v1_dense internlm2 internlm3 kimi_k25 kimi_vl mimo minicpm minicpm3 minimax
-mistral3 mistral4 mixtral nanochat nemotron olmo2 olmoe phi phi3 phimoe pixtral qwen qwen2
-qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe seed_oss smollm3 solar_open stablelm
-starcoder2 telechat3 youtu_llm
+Klear apertus bailing_moe bitnet cohere dbrx deepseek deepseek_v2 deepseek_v3 dots1 ernie4_5
+ernie4_5_moe exaone gemma gemma2 glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gptj
+granite granitemoe helium hunyuan hunyuan_v1_dense internlm2 internlm3 kimi_k25 kimi_vl lille-130m
+llama4_text mimo minicpm minicpm3 minimax mistral3 mistral4 mixtral nanochat nemotron olmo olmo2
+olmoe openelm phi phi3 phi3small phimoe phixtral pixtral plamo qwen qwen2 qwen2_moe qwen2_vl qwen3
+qwen3_moe qwen3_vl qwen3_vl_moe seed_oss smollm3 solar_open stablelm starcoder2 talkie telechat3
+youtu_llm
 """
 UNIFORM = frozenset(_UNIFORM.split())
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from uma.architecture.layers import Architecture, Parameter, parameters
 from uma.memory.term import MemoryTerm
-from uma.quantization import Quantization, StoredQuantization
+from uma.quantization import DTYPE_BYTES, Quantization, StoredQuantization
 
 Format = Quantization | StoredQuantization | None
 
@@ -32,10 +32,11 @@ def parameter_quantization(parameter: Parameter, quantization: Format) -> Quanti
 
 def parameter_bytes(parameter: Parameter, quantization: Format, dtype_bytes: int = 2) -> int:
     """Bytes of one parameter with its scales and biases."""
+    width = dtype_bytes if parameter.dtype == "model" else DTYPE_BYTES[parameter.dtype]
     chosen = parameter_quantization(parameter, quantization)
     if chosen is not None:
-        return chosen.matrix_bytes(parameter.shape, dtype_bytes)
-    return parameter.size * (4 if parameter.dtype == "float32" else dtype_bytes)
+        return chosen.matrix_bytes(parameter.shape, width)
+    return parameter.size * width
 
 
 def tensor_bytes(

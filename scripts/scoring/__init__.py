@@ -1,0 +1,1 @@
+"""What scripts/accuracy.py is made of: rows read, mapped, predicted and summed up."""
