@@ -1,45 +1,51 @@
-"""CPU time (user + system) of `import uma` and of commands, above bare Python; least of N runs.
+"""CPU time (user + system) of `import uma` and of commands; least and median of N runs.
 
-python scripts/import_time.py [--json]
+    python scripts/import_time.py [--json]
+
+Commands run through the console entry point beside this interpreter, else as `python -m uma`. They
+take turns, so that a busy moment of the machine does not fall on one alone.
 """
 
 import json
 import resource
+import statistics
 import subprocess
 import sys
+from pathlib import Path
 
-RUNS = 11
+RUNS = 21
+ROOT = Path(__file__).resolve().parents[1]
+_ENTRY = Path(sys.executable).parent / "uma"
+UMA = [str(_ENTRY)] if _ENTRY.exists() else [sys.executable, "-m", "uma"]
 COMMANDS = {
-    "python -c pass": ["-c", "pass"],
-    "import uma": ["-c", "import uma"],
-    "uma --help": ["-m", "uma", "--help"],
-    "uma run --help": ["-m", "uma", "run", "--help"],
-    "uma run -m llama-3-70b --dry-run": ["-m", "uma", "run", "-m", "llama-3-70b", "--dry-run"],
+    "python -c pass": [sys.executable, "-c", "pass"],
+    "import uma": [sys.executable, "-c", "import uma"],
+    "uma --help": [*UMA, "--help"],
+    "uma run --help": [*UMA, "run", "--help"],
+    "uma run llama-3-70b --dry-run": [*UMA, "run", "llama-3-70b", "--dry-run"],
 }
 
 
-def cpu_ms(arguments: list[str]) -> float:
-    """Least CPU milliseconds of a fresh interpreter with ``arguments`` over ``RUNS`` runs."""
-    least = float("inf")
-    for _ in range(RUNS):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(
-            [sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        used = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-        least = min(least, 1e3 * used)
-    return least
+def cpu_ms(command: list[str]) -> float:
+    """CPU milliseconds of one run of ``command`` in a process of its own."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return 1e3 * (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
 
 
 def main() -> None:
-    times = {name: cpu_ms(arguments) for name, arguments in COMMANDS.items()}
+    rounds = [[cpu_ms(command) for command in COMMANDS.values()] for _ in range(RUNS)]
+    times = dict(zip(COMMANDS, zip(*rounds, strict=True), strict=True))
+    found = {
+        name: {"min": round(min(ms), 1), "median": round(statistics.median(ms), 1)}
+        for name, ms in times.items()
+    }
     if "--json" in sys.argv:
-        print(json.dumps({name: round(ms, 1) for name, ms in times.items()}))
+        print(json.dumps(found))
         return
-    bare = times["python -c pass"]
-    for name, ms in times.items():
-        print(f"{name:34} {ms:6.1f} ms  {ms - bare:+6.1f} above bare Python")
+    for name, ms in found.items():
+        print(f"{name:32} {ms['min']:6.1f} ms least {ms['median']:6.1f} median")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from mlx_lm import batch_generate  # noqa: E402
 from models import CONFIGS, saved_model  # noqa: E402
 
 from uma.checkpoint.source import locate  # noqa: E402
+from uma.cli.options import RunOptions  # noqa: E402
 from uma.cli.plan import plan_of  # noqa: E402
-from uma.cli.run import RunOptions  # noqa: E402
 from uma.errors import UsageError  # noqa: E402
 from uma.machine import read_machine  # noqa: E402
 from uma.runtime.batch import BatchAnswer, batch  # noqa: E402

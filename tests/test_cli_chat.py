@@ -17,6 +17,8 @@ from test_cli_run import environment
 
 pytest.importorskip("mlx.core", reason="runs models")
 pty = pytest.importorskip("pty")
+fcntl = pytest.importorskip("fcntl")
+termios = pytest.importorskip("termios")
 
 
 class Terminal:
@@ -32,6 +34,7 @@ class Terminal:
             stderr=end,
             env=environment(home),
             start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C comes as a signal
         )
         os.close(end)
         self.screen = ""
@@ -109,13 +112,19 @@ def test_a_message_of_several_lines_stands_between_triple_quotes(chat: Terminal)
     assert chat.close() == 0
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_chat(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 1.5])
+def test_ctrl_c_stops_the_answer_and_not_the_chat(
+    seconds: float, model: Path, tmp_path: Path
+) -> None:
+    """Before the chat template has run, while the prompt is read, and while it is answered."""
     terminal = Terminal(model, "--context", 4000, home=tmp_path)
     terminal.until(">>> ")
     terminal.type("Hello\n")
-    time.sleep(1.5)
+    time.sleep(seconds)
     terminal.type("\x03")
-    terminal.until(">>> ")
+    told = terminal.until(">>> ")
+    assert "stopped" in told
+    assert "tokens/s" not in told  # that of an answer which ran to its end
     terminal.type("/bye\n")
     assert terminal.close() == 0
 
@@ -203,6 +212,15 @@ def test_what_was_thought_is_no_part_of_the_conversation(model: Path, tmp_path: 
         assert found is not None
         lengths.append(int(found[1]))
     assert lengths[0] == lengths[1]
+
+
+def test_no_color_reaches_the_terminal(model: Path, tmp_path: Path) -> None:
+    """NO_COLOR is honoured by having no colours: none in an answer, its ledger, or an error."""
+    for arguments, end in (((model, "Hello", "--max-tokens", 3), "cut after"), (("--x",), "--x")):
+        terminal = Terminal(*arguments, home=tmp_path)
+        screen = terminal.until(end)
+        terminal.close()
+        assert re.findall(r"\x1b\[[\d;]*m", screen) == []
 
 
 def test_stdout_has_answers_alone_where_it_is_no_terminal(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,6 +69,15 @@ def test_the_answer_is_on_stdout_and_the_ledger_on_stderr(home: Path, model: Pat
     assert "weights" in done.stderr
     assert "peak" in done.stderr
     assert "cut after 5 tokens" in done.stderr
+
+
+def test_the_line_before_a_run_and_the_table_tell_the_same_peak(home: Path, model: Path) -> None:
+    same = ("--context", 512, "--dequantize", "never")
+    line = uma(home, model, "Hello", "--max-tokens", 2, *same).stderr.splitlines()[0]
+    table = uma(home, model, "--dry-run", *same).stdout
+    peak = re.search(r"^peak +\w+ +([\d.]+ \w+)", table, re.MULTILINE)
+    assert peak is not None
+    assert f"peak {peak[1]} of" in line
 
 
 def test_quiet_says_nothing_but_the_answer(home: Path, model: Path) -> None:
@@ -237,6 +247,7 @@ def test_forced_it_runs_all_the_same(home: Path, model: Path) -> None:
         (["--bits", "7", "llama-3-8b", "Hi"], 2, "7"),
         (["--no-such-option"], 2, "no-such-option"),
         (["--temp", "-1", "x", "y"], 2, "temp"),
+        (["llama-3-8b", "Hi", "--stop", ""], 2, "--stop is empty"),
     ],
 )
 def test_a_wrong_argument_gives_one_clear_line(

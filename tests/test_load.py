@@ -371,6 +371,11 @@ DAMAGE: dict[str, tuple[Any, type[UmaError], str]] = {
         CheckpointError,
         "cannot be read",
     ),
+    "no tokenizer": (
+        lambda f: (f / "tokenizer.json").unlink(),
+        CheckpointError,
+        "has no tokenizer.json",
+    ),
     "tokenizer is not JSON": (
         lambda f: (f / "tokenizer.json").write_text("[]"),
         CheckpointError,

@@ -10,7 +10,7 @@ from uma.checkpoint.source import locate
 from uma.ledger import phase_totals
 from uma.machine import Machine
 from uma.plan.advice import advice
-from uma.plan.forms import forms_of
+from uma.plan.forms import by_speed, forms_of
 from uma.plan.inference import InferencePlan, Request, plan_inference
 from uma.units import GIB
 
@@ -132,3 +132,24 @@ def test_a_catalog_config_and_its_name_plan_the_same_architecture() -> None:
     assert model is not None
     ours = architecture_from_config(model_config(model).values)
     assert ours.num_parameters == 70_553_706_496
+
+
+@pytest.mark.parametrize(
+    ("rates", "order"),
+    [
+        ({"stored": 9.0, "float32_scales": 3.0, "float32": 1.0}, "float32 float32_scales stored"),
+        # The stored form stays first unless another is 1.2 times as fast.
+        ({"stored": 1.1, "float32_scales": 3.0, "float32": 1.0}, "stored float32 float32_scales"),
+        ({"stored": 1.3, "float32_scales": 3.0, "float32": 1.0}, "float32 stored float32_scales"),
+        ({"float32": 1.0}, "float32"),  # what a backend cannot run is left out
+    ],
+)
+def test_forms_are_ordered_by_what_the_backend_does_fastest(
+    rates: dict[str, float], order: str
+) -> None:
+    source = locate("llama-3-8b", bits=4)
+    assert source.config is not None
+    architecture = architecture_from_config(source.config)
+    forms = forms_of(source, architecture, backend="cpu")
+    found = by_speed(forms, architecture, source.config, lambda *_, **__: rates)  # type: ignore[arg-type,return-value]
+    assert [form.kind for form in found] == order.split()

@@ -79,6 +79,8 @@ HOSTILE = {
     "format strings": "{{ '{0.__class__.__mro__}'.format('').upper() }}",
     "a hidden namespace name": "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
     "an import": "{% import 'os' as os %}{{ os.system('touch HARM') }}",
+    "megabytes in one piece": "{{ 'x' * 3000000 }}",
+    "megabytes bit by bit": "{% for i in range(90000) %}{{ i * 'word ' }}{% endfor %}",
     "its own refusal": "{{ raise_exception('Only user messages, please.') }}",
     "bad syntax": "{{ messages",
 }
@@ -106,6 +108,15 @@ def test_a_slow_start_is_not_held_against_the_template(
     monkeypatch.setattr(template_worker, "__file__", str(slow))
     monkeypatch.setattr(template, "SECONDS", 0.5)
     assert render("{{ messages }}", {"messages": "Hi"}) == "Hi"
+
+
+def test_a_template_may_quote_a_long_message_and_add_little(tmp_path: Path) -> None:
+    long = "文 " * 500_000
+    assert render("<{{ m }}>", {"m": long}) == f"<{long}>"
+    most = template_worker.ADDED_CHARACTERS
+    assert render("{{ 'x' * n }}", {"n": most}) == "x" * most
+    with pytest.raises(CheckpointError, match="wrote more than 26"):
+        render("{{ 'x' * n }}", {"n": most + 100})
 
 
 def test_the_words_of_a_template_reach_the_user() -> None:

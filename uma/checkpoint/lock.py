@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from uma.errors import StorageError
@@ -41,24 +41,45 @@ def try_lock(file: int) -> bool:
 def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold the lock file ``path``; call ``waiting`` once if another process has it.
 
-    The file stays: removing it would let two processes lock two different files.
+    The holder removes the file before it lets go (Windows keeps open files), so that none is left
+    behind; whoever then finds that the file it locked is no longer the one at ``path`` starts over.
 
     Raises:
         StorageError: If it cannot be made, or the file system has no locks.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "ab")  # noqa: SIM115
-    except OSError as error:
-        raise StorageError(f"cannot write to {path.parent}: {error.strerror}") from None
-    with file:
+    while True:
         try:
-            free = try_lock(file.fileno())
-            if not free and waiting is not None:
-                waiting()
-            while not free:
-                time.sleep(POLL_S)
-                free = try_lock(file.fileno())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, "ab")  # noqa: SIM115
         except OSError as error:
-            raise StorageError(f"cannot lock {path}: {os.strerror(error.errno or 0)}") from None
-        yield
+            raise StorageError(f"cannot write to {path.parent}: {error.strerror}") from None
+        with file:
+            _wait_for(file.fileno(), path, waiting)
+            if not _still_at(path, file.fileno()):
+                continue
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    path.unlink()
+            return
+
+
+def _wait_for(file: int, path: Path, waiting: Callable[[], None] | None) -> None:
+    try:
+        free = try_lock(file)
+        if not free and waiting is not None:
+            waiting()
+        while not free:
+            time.sleep(POLL_S)
+            free = try_lock(file)
+    except OSError as error:
+        raise StorageError(f"cannot lock {path}: {os.strerror(error.errno or 0)}") from None
+
+
+def _still_at(path: Path, file: int) -> bool:
+    """Whether ``path`` leads to the open ``file``, and not to nothing or to a newer one."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False

@@ -11,11 +11,17 @@ from uma.errors import UmaError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``uma`` and return its exit code: the only place that catches ``UmaError``."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        _survive_other_encodings()
+        if arguments in (["--help"], ["-h"]):
+            from uma.cli.commands import help_text
+
+            print(help_text(), flush=True)
+            return 0
         from uma.cli.app import app
 
-        _survive_other_encodings()
-        app(args=None if arguments is None else list(arguments), prog_name="uma")
+        app(args=arguments, prog_name="uma")
     except UmaError as error:
         print(f"uma: {error}", file=sys.stderr)
         return error.exit_code
@@ -24,10 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE):
             raise
         _leave_unflushed()
-        print("uma: the output's disk is full", file=sys.stderr)
+        if error.errno == errno.ENOSPC:
+            print("uma: the output's disk is full", file=sys.stderr)
         return 1
     return 0
 

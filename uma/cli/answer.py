@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from uma.cli.options import RunOptions
 from uma.cli.outcome import keep, ledger_lines, run_json
 from uma.cli.progress import progress, say
-from uma.cli.run import RunOptions
 from uma.cli.session import Ready, ready, template_config
 from uma.errors import UsageError
 
@@ -155,7 +155,7 @@ def finish(chosen: RunOptions, have: Ready, settings: "Settings", reply: Reply) 
     if chosen.json:
         print(json.dumps({"text": reply.text, "thinking": reply.thinking} | report, indent=2))
     elif not chosen.quiet:
-        say(_summary(have, reply.measured.stats, ledger, settings))
+        say(_summary(have, settings, reply.measured.stats, ledger, report))
     keep(chosen, have, report)
 
 
@@ -181,11 +181,17 @@ def _speeds(stats: "Stats | None") -> dict[str, Any]:
     return {name: found.get(name) for name in names}
 
 
-def _summary(have: Ready, stats: "Stats | None", ledger: "Ledger", settings: "Settings") -> str:
+def _summary(
+    have: Ready,
+    settings: "Settings",
+    stats: "Stats | None",
+    ledger: "Ledger",
+    report: dict[str, Any],
+) -> str:
     """The ledger of one answer, its speeds, and why it ended if not at its own end."""
     from uma.report.answer import speed_text
 
-    lines = ledger_lines(have, ledger)
+    lines = ledger_lines(have, ledger, report)
     if stats is None:
         return "\n".join([*lines, "interrupted"])
     lines.append(speed_text(stats, have.session.load_s))

@@ -1,25 +1,57 @@
-"""The ``uma`` application: its commands, and what it says when called with none."""
+"""The ``uma`` application: a group whose commands are imported when one is called."""
 
 import os
-from typing import Annotated
+from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 from uma import __version__
-from uma.cli import bench, convert, run
+from uma.cli.commands import COMMANDS
+from uma.errors import UsageError
 
-app = typer.Typer(
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("run")(run.run)
-app.command("bench")(bench.bench)
-app.command("convert")(convert.convert)
+SETTINGS: dict[str, Any] = {
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+
+# typer brings its own copy of click (0.26 and later): the types of commands have no public name.
 
 
-def _settings(context: typer.Context) -> dict[str, dict[str, str | list[str]]]:
-    """Defaults of every command's options, from ``UMA_*`` variables, else from ``config.toml``.
+@cache
+def command(name: str) -> Any:
+    """A command as typer runs it, imported now; a group where the module has a ``Typer``."""
+    found = getattr(import_module(COMMANDS[name][0]), name)
+    if isinstance(found, typer.Typer):
+        return get_command(found)
+    alone = typer.Typer(**SETTINGS, add_completion=False)
+    alone.command(name)(found)
+    return get_command(alone)
+
+
+class Commands(TyperGroup):
+    """The commands by name and line alone, until one is called, completed or asked for help."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, (_, line) in COMMANDS.items():
+            self.add_command(TyperCommand(name, help=line))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, found, rest = super().resolve_command(ctx, args)
+        return name, command(found.name) if found is not None else None, rest
+
+
+app = typer.Typer(cls=Commands, **SETTINGS)
+
+
+def _settings(invoked: str) -> dict[str, Any]:
+    """Defaults of a command's options, from ``UMA_*`` variables, else from ``config.toml``.
 
     Raises:
         UsageError: If the file has a name that is no option of any command.
@@ -27,25 +59,40 @@ def _settings(context: typer.Context) -> dict[str, dict[str, str | list[str]]]:
     from uma.config import read_config
     from uma.paths import config_folder
 
-    commands = getattr(context.command, "commands", {})
-    names = {
-        command: {
-            str(p.name): getattr(p, "multiple", False)
-            for p in found.params
-            if p.param_type_name == "option"
-        }
-        for command, found in commands.items()
-    }
-    known = {name.replace("_", "-") for options in names.values() for name in options}
-    settings = read_config(config_folder() / "config.toml", known)
-    return {
-        command: {
-            name: [value] if multiple else value
-            for name, multiple in options.items()
-            if (value := os.environ.get(f"UMA_{name.upper()}") or settings.get(name))
-        }
-        for command, options in names.items()
-    }
+    file = config_folder() / "config.toml"
+    try:
+        settings = read_config(file, _option_names([invoked]))
+    except UsageError:  # perhaps an option of another command
+        settings = read_config(file, _option_names(COMMANDS))
+    return {invoked: _defaults(command(invoked), settings)}
+
+
+def _option_names(commands: Iterable[str]) -> set[str]:
+    """The options of the commands, with dashes."""
+    found: set[str] = set()
+    left = [command(name) for name in commands]
+    while left:
+        one = left.pop()
+        left.extend(getattr(one, "commands", {}).values())
+        found.update(str(p.name).replace("_", "-") for p in _options(one))
+    return found
+
+
+def _defaults(one: Any, settings: dict[str, str]) -> dict[str, Any]:
+    """Of a command its options' values; of a group those of its commands too, by name."""
+    values: dict[str, Any] = {}
+    for option in _options(one):
+        name = str(option.name)
+        value = os.environ.get(f"UMA_{name.upper()}") or settings.get(name)
+        if value:
+            values[name] = [value] if getattr(option, "multiple", False) else value
+    for name, sub in getattr(one, "commands", {}).items():
+        values[name] = _defaults(sub, settings)
+    return values
+
+
+def _options(one: Any) -> list[Any]:
+    return [p for p in one.params if p.param_type_name == "option"]
 
 
 def _version(wanted: bool) -> None:
@@ -65,8 +112,9 @@ def uma(
 
     Every option can be set for good: as a variable UMA_NAME, or as a line in config.toml.
     """
-    context.default_map = _settings(context)
     if context.invoked_subcommand is None:
         from uma.cli.overview import print_overview
 
         print_overview()
+    else:
+        context.default_map = _settings(context.invoked_subcommand)

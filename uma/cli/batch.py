@@ -1,13 +1,13 @@
 """Many prompts through mlx-lm's batch engine."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from uma.cli.options import RunOptions
 from uma.cli.outcome import keep, ledger_lines, run_json
 from uma.cli.progress import progress, say
-from uma.cli.run import RunOptions
 from uma.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def of_file(chosen: RunOptions) -> RunOptions:
     """
     require_alone(chosen)
     prompts = read_prompts(chosen.prompts)
-    return replace(chosen, batch_prompts=tuple(prompts), batch_size=min(BATCH_SIZE, len(prompts)))
+    return chosen._replace(batch_prompts=tuple(prompts), batch_size=min(BATCH_SIZE, len(prompts)))
 
 
 def read_prompts(path: Path | None) -> list[str]:
@@ -97,7 +97,7 @@ def print_answers(
             f"prompts at {result.prompt_tps:,.1f} tokens/s, "
             f"answers at {result.generation_tps:,.1f} tokens/s"
         )
-        say("\n".join([*ledger_lines(have, ledger), held, rates]), chosen.quiet)
+        say("\n".join([*ledger_lines(have, ledger, report), held, rates]), chosen.quiet)
     keep(chosen, have, report)
 
 

@@ -1,12 +1,12 @@
 """``uma bench``: prompt and generation rates with the ledger."""
 
 import json as json_module
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from uma.cli import options as opt
-from uma.cli.options import chosen_model, size_option
+from uma.cli.options import RunOptions, chosen_model, size_option
 
 if TYPE_CHECKING:
     from uma.cli.session import Ready
@@ -37,10 +37,7 @@ def bench(
     prefill_step_size: opt.PrefillStep = None,
     budget: opt.BudgetSize = None,
     no_wire: opt.NoWire = False,
-    dequantize: Annotated[
-        Literal["auto", "always", "never"],
-        typer.Option(help="On a CPU: hold float32 weights, which run faster there."),
-    ] = "auto",
+    dequantize: opt.Dequantize = "auto",
     force: opt.Force = False,
     json: opt.Json = False,
     yes: opt.Yes = False,
@@ -57,8 +54,6 @@ def bench(
       uma bench
       uma bench llama-3-8b -p 2048 -g 128 -b 1 -n 5
     """
-    from uma.cli.run import RunOptions
-
     chosen = RunOptions(
         model=chosen_model(context, model_argument, model),
         bits=bits,

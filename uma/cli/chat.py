@@ -16,9 +16,9 @@ from uma.cli.answer import (
     stream,
     system_message,
 )
+from uma.cli.options import RunOptions
 from uma.cli.outcome import keep
 from uma.cli.progress import say
-from uma.cli.run import RunOptions
 from uma.cli.session import Ready, ready
 from uma.errors import UsageError
 
@@ -70,7 +70,10 @@ def _converse(chat: _Chat) -> None:
         if command.startswith("/") and " " not in command:
             _obey(chat, command)
         elif command:
-            _turn(chat, text)
+            try:
+                _turn(chat, text)
+            except KeyboardInterrupt:  # before the answer began, or after it ended
+                say("stopped", chat.chosen.quiet)
 
 
 def _obey(chat: _Chat, command: str) -> None:
@@ -104,7 +107,8 @@ def _turn(chat: _Chat, text: str) -> None:
         full = len(tokens) >= chat.have.planned.plan.workload.context_tokens
         say(f"uma: {error}{CLEAR if full else ''}")
         return
-    chat.messages = [*asked, message("assistant", reply.text)]
+    if reply.text or not reply.interrupted:
+        chat.messages = [*asked, message("assistant", reply.text)]
     chat.last = reply
     if chat.chosen.verbose:
         finish(chat.chosen, chat.have, chat.settings, reply)

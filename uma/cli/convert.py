@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from uma.cli import options as opt
-from uma.cli.options import chosen_model
+from uma.cli.options import RunOptions, chosen_model
 from uma.errors import UsageError
 
 if TYPE_CHECKING:
     from uma.checkpoint.source import ModelSource
-    from uma.cli.run import RunOptions
     from uma.quantization import Quantization
 
 SCHEMA_VERSION = 1
@@ -45,8 +44,6 @@ def convert(
       uma convert model.Q4_0.gguf -o ./model-mlx
       uma convert ./llama-3-8b-instruct --bits 8 -o ./llama-3-8b-8bit
     """
-    from uma.cli.run import RunOptions
-
     name = chosen_model(context, model_argument, model)
     if name is None or output is None:
         raise UsageError("give a model and a folder: uma convert model.gguf -o ./model-mlx")
@@ -86,7 +83,7 @@ def _require_new(output: Path) -> None:
     raise UsageError(f"{output} exists; give a folder that does not")
 
 
-def _convert(chosen: "RunOptions", output: Path, json: bool) -> dict[str, Any]:
+def _convert(chosen: RunOptions, output: Path, json: bool) -> dict[str, Any]:
     from uma.checkpoint.source import fetch, locate
     from uma.cli.plan import asked_quantization
     from uma.cli.progress import progress
@@ -113,7 +110,7 @@ def _convert(chosen: "RunOptions", output: Path, json: bool) -> dict[str, Any]:
         return convert_folder(source.path, output, quantization=wanted, progress=show)
 
 
-def _format(chosen: "RunOptions", source: "ModelSource") -> "Quantization | None":
+def _format(chosen: RunOptions, source: "ModelSource") -> "Quantization | None":
     """The format asked of safetensors, else 4 bits; ``None`` keeps what is stored.
 
     Raises:

@@ -1,12 +1,14 @@
 """Options that several commands share, declared once; names as in mlx-lm where it has them."""
 
 from collections.abc import Callable
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 
 from uma.errors import UsageError
 from uma.units import parse_bytes
+from uma.workload import DEFAULT_KV_GROUP_SIZE
 
 MAX_CONTEXT_TOKENS = 1 << 24  # above the longest model's: Llama 4 Scout, 10,485,760
 
@@ -112,6 +114,13 @@ BudgetSize = Annotated[
 Reserve = Annotated[
     str | None, typer.Option(help="Memory left to the system and other programs, such as 4GiB.")
 ]
+Thinking = Annotated[
+    Literal["on", "off", "hide"], typer.Option(help="Let the model think, and show it.")
+]
+Dequantize = Annotated[
+    Literal["auto", "always", "never"],
+    typer.Option(help="On a CPU: hold float32 weights, which run faster there."),
+]
 Force = Annotated[bool, typer.Option("--force", help="Go on although the plan does not fit.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and load nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
@@ -122,3 +131,53 @@ Wait = Annotated[bool, typer.Option("--wait", help="Wait for another heavy uma c
 AllowConcurrent = Annotated[
     bool, typer.Option("--allow-concurrent", help="Run beside another heavy uma command.")
 ]
+
+
+class RunOptions(NamedTuple):
+    """The options of one ``uma run``, checked; sizes in bytes.
+
+    A tuple, because a dataclass of so many fields takes 2 ms more of every start.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    prompts: Path | None = None
+    batch_prompts: tuple[str, ...] = ()
+    system: str | None = None
+    bits: int | None = None
+    mode: str | None = None
+    group_size: int | None = None
+    quant: str | None = None
+    revision: str | None = None
+    context: int | None = None
+    prompt_tokens: int | None = None
+    batch_size: int = 1
+    max_tokens: int | None = None
+    temp: float | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    thinking: str = "on"
+    chat_template_config: str | None = None
+    prefill_step_size: int | None = None
+    kv_bits: int | None = None
+    kv_group_size: int = DEFAULT_KV_GROUP_SIZE
+    prompt_cache: Path | None = None
+    adapter_path: Path | None = None
+    draft_model: str | None = None
+    num_draft_tokens: int = 3
+    budget_bytes: int | None = None
+    reserve_bytes: int | None = None
+    wire: bool = True
+    dequantize: str = "auto"
+    force: bool = False
+    dry_run: bool = False
+    json: bool = False
+    verbose: bool = False
+    quiet: bool = False
+    yes: bool = False
+    record: bool = True
+    wait: bool = False
+    allow_concurrent: bool = False

@@ -3,9 +3,9 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from uma.cli.options import RunOptions
 from uma.cli.plan import model_json
 from uma.cli.progress import say
-from uma.cli.run import RunOptions
 from uma.cli.session import Ready
 from uma.errors import UmaError
 
@@ -40,13 +40,13 @@ def process_memory() -> "ProcessMemory | None":
         return None
 
 
-def ledger_lines(have: Ready, ledger: "Ledger") -> list[str]:
-    """A measured ledger, and below it the process."""
+def ledger_lines(have: Ready, ledger: "Ledger", report: dict[str, Any]) -> list[str]:
+    """A measured ledger, and below it the process as the ``report`` of the run has it."""
     from uma.report.answer import process_text
     from uma.report.ledger import ledger_text
 
-    memory = process_memory()
     lines = ["", ledger_text(ledger, have.planned.plan.budget.winner)]
+    memory = report["process"]
     return lines if memory is None else [*lines, process_text(memory)]
 
 

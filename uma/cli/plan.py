@@ -9,15 +9,12 @@ from uma.cli.progress import say
 from uma.errors import DoesNotFit, UnsupportedModel, UsageError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from uma.architecture.layers import Architecture
     from uma.checkpoint.source import ModelSource
-    from uma.cli.run import RunOptions
+    from uma.cli.options import RunOptions
     from uma.machine import Machine
-    from uma.memory.term import MemoryTerm
     from uma.plan.emit import Server
-    from uma.plan.inference import Beside, Form, InferencePlan, Request
+    from uma.plan.inference import Beside, InferencePlan, Request
     from uma.quantization import Quantization
 
 
@@ -39,7 +36,7 @@ def print_plan(chosen: "RunOptions", emit: "Server | None") -> int:
     if chosen.draft_model is not None:
         asked = of_draft(chosen)
         draft = described(asked, located(asked))
-    planned = plan_of(chosen, source, machine, beside_of(chosen, draft, machine))
+    planned = plan_of(chosen, source, machine, planned_beside(chosen, draft, machine))
     if emit is not None:
         from uma.plan.emit import server_command
 
@@ -54,7 +51,7 @@ def print_plan(chosen: "RunOptions", emit: "Server | None") -> int:
         print(plan_text(planned.plan, source.name))
     if planned.plan.verdict != "exceeds" or chosen.force:
         return 0
-    say(f"uma: {does_not_fit(planned).args[0]}")
+    say(f"uma: {exceeded(planned).args[0]}")
     return DoesNotFit.exit_code
 
 
@@ -85,40 +82,32 @@ def asked_quantization(chosen: "RunOptions") -> "Quantization | None":
 
 def asked_format(chosen: "RunOptions", source: "ModelSource | None") -> dict[str, Any]:
     """Bits, mode and group size as the options name them, else as the model's name does."""
-    from uma.checkpoint.names import parse_quant
-    from uma.quantization import quantization_of_config
+    from uma.plan.forms import asked_format
 
-    bits, mode = chosen.bits, chosen.mode
-    if chosen.quant is not None and (bits, mode) == (None, None):
-        bits, mode = parse_quant(chosen.quant)
-    asked = {"bits": bits, "mode": mode, "group_size": chosen.group_size}
-    if any(value is not None for value in asked.values()):
-        return asked
-    if source is None or source.kind != "catalog" or source.resolution is None:
-        return {}
-    if quantization_of_config(source.config or {}) is not None:
-        return {}
-    return asked | {"bits": source.resolution.bits, "mode": source.resolution.mode}
+    return asked_format(
+        source,
+        bits=chosen.bits,
+        mode=chosen.mode,
+        group_size=chosen.group_size,
+        quant=chosen.quant,
+    )
 
 
-def beside_of(
+def planned_beside(
     chosen: "RunOptions", draft: "ModelSource | None", machine: "Machine", timed: bool = False
 ) -> "Beside":
     """The draft model, in the form that is fast here whatever room is left, and the adapter."""
-    from uma.plan.inference import Beside, Draft
+    from uma.plan.inference import beside_of
 
-    planned = None
+    plan = None
     if draft is not None:
         plan = plan_of(of_draft(chosen), draft, machine, timed=timed).plan
-        planned = Draft(plan.architecture, plan.form)
-    adapters = None if chosen.adapter_path is None else adapter_term(chosen.adapter_path)
-    return Beside(planned, adapters, chosen.num_draft_tokens)
+    return beside_of(plan, chosen.adapter_path, chosen.num_draft_tokens)
 
 
 def of_draft(chosen: "RunOptions") -> "RunOptions":
     """The options as they hold for the draft model: it is read as it is stored."""
-    return replace(
-        chosen,
+    return chosen._replace(
         model=chosen.draft_model,
         draft_model=None,
         adapter_path=None,
@@ -131,19 +120,6 @@ def of_draft(chosen: "RunOptions") -> "RunOptions":
         kv_bits=None,
         budget_bytes=None,
     )
-
-
-def adapter_term(folder: "Path") -> "MemoryTerm":
-    """The bytes of an adapter, from the header of its file.
-
-    Raises:
-        CheckpointError: If there is none, or it is malformed.
-    """
-    from uma.checkpoint.safetensors import read_header
-    from uma.memory.term import MemoryTerm
-
-    header = read_header(folder / "adapters.safetensors")
-    return MemoryTerm("adapters", header.size_bytes, "exact", "safetensors header")
 
 
 def located(chosen: "RunOptions") -> "ModelSource":
@@ -187,7 +163,7 @@ def plan_of(
     MLX is loaded; else they are in the order that is usual.
     """
     from uma.architecture import architecture_from_config
-    from uma.plan.forms import forms_of
+    from uma.plan.forms import by_speed, forms_of
     from uma.plan.inference import NOTHING_BESIDE, plan_inference
 
     if source.config is None:
@@ -201,7 +177,9 @@ def plan_of(
     elif chosen.dequantize == "always":
         forms = forms[:1]
     elif timed and len(forms) > 1:
-        forms = by_speed(forms, architecture, source.config)
+        from uma.runtime.backend import form_rates
+
+        forms = by_speed(forms, architecture, source.config, form_rates)
     require_kv_bits(chosen, architecture)
     plan = plan_inference(
         architecture, forms, request_of(chosen), machine, beside or NOTHING_BESIDE
@@ -236,48 +214,11 @@ def is_gguf(source: "ModelSource") -> bool:
     return source.kind in ("gguf", "default")
 
 
-def by_speed(
-    forms: "tuple[Form, ...]", architecture: "Architecture", config: dict[str, Any]
-) -> "tuple[Form, ...]":
-    """The forms that this backend can run, the fastest first."""
-    from uma.architecture.layers import Experts
-    from uma.quantization import quantization_of_config
-    from uma.runtime.backend import fastest_form, form_rates
+def exceeded(planned: Planned) -> DoesNotFit:
+    """The error that says what is missing, and what would fit."""
+    from uma.report.plan import exceeds_text
 
-    parts = [part for layer in architecture.layers for part in layer.feed_forward]
-    experts = any(isinstance(part, Experts) for part in parts)
-    stored = quantization_of_config(config)
-    packed = forms[-1].quantization or (stored.default if stored else None)
-    rates = form_rates(packed, architecture.dtype, experts=experts)
-    left = {form.kind: form for form in forms if form.kind in rates}
-    ordered = []
-    while left:
-        ordered.append(left.pop(fastest_form(rates, left.keys())))
-    return tuple(ordered)
-
-
-def does_not_fit(planned: Planned) -> DoesNotFit:
-    """What is missing, and what would fit, in the order in which it costs least."""
-    from uma.plan.advice import advice
-    from uma.units import format_gib
-
-    plan = planned.plan
-    line = (
-        f"{planned.source.name} needs {format_gib(plan.ledger.predicted_peak_bytes)} for "
-        f"{plan.workload.context_tokens:,} tokens of context; "
-    )
-    most = plan.machine.max_buffer_bytes
-    if most is not None and plan.largest_buffer_bytes > most:
-        line += (
-            f"its largest array takes {format_gib(plan.largest_buffer_bytes)}, and the device "
-            f"allows {format_gib(most)}"
-        )
-    elif plan.budget.user_bytes is not None and plan.active_peak_bytes > plan.budget.user_bytes:
-        line += f"your budget is {format_gib(plan.budget.user_bytes)}"
-    else:
-        line += f"the limit is {format_gib(plan.budget.limit_bytes)} ({plan.machine.limit_source})"
-    remedies = [*advice(plan, planned.source), "--force goes on anyway"]
-    return DoesNotFit("\n  ".join([line, *remedies]))
+    return DoesNotFit(exceeds_text(planned.plan, planned.source))
 
 
 def model_json(source: "ModelSource") -> dict[str, Any]:

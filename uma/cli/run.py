@@ -2,71 +2,19 @@
 
 import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from uma.cli import options as opt
-from uma.cli.options import size_option
+from uma.cli.options import RunOptions, size_option
 from uma.errors import UsageError
 from uma.plan.emit import Server
 from uma.workload import DEFAULT_KV_GROUP_SIZE
 
 MAX_SEED = 2**64 - 1  # mlx.core.random.seed takes an unsigned 64-bit number
 MAX_TEMP = 100.0  # far above use; infinity and NaN are not within
-
-Thinking = Literal["on", "off", "hide"]
-Dequantize = Literal["auto", "always", "never"]
-
-
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """The options of one ``uma run``, checked; sizes in bytes."""
-
-    model: str | None = None
-    prompt: str | None = None
-    prompts: Path | None = None
-    batch_prompts: tuple[str, ...] = ()
-    system: str | None = None
-    bits: int | None = None
-    mode: str | None = None
-    group_size: int | None = None
-    quant: str | None = None
-    revision: str | None = None
-    context: int | None = None
-    prompt_tokens: int | None = None
-    batch_size: int = 1
-    max_tokens: int | None = None
-    temp: float | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    thinking: Thinking = "on"
-    chat_template_config: str | None = None
-    prefill_step_size: int | None = None
-    kv_bits: int | None = None
-    kv_group_size: int = DEFAULT_KV_GROUP_SIZE
-    prompt_cache: Path | None = None
-    adapter_path: Path | None = None
-    draft_model: str | None = None
-    num_draft_tokens: int = 3
-    budget_bytes: int | None = None
-    reserve_bytes: int | None = None
-    wire: bool = True
-    dequantize: Dequantize = "auto"
-    force: bool = False
-    dry_run: bool = False
-    json: bool = False
-    verbose: bool = False
-    quiet: bool = False
-    yes: bool = False
-    record: bool = True
-    wait: bool = False
-    allow_concurrent: bool = False
 
 
 def run(
@@ -107,7 +55,7 @@ def run(
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text; repeatable.")
     ] = None,
-    thinking: Annotated[Thinking, typer.Option(help="Let the model think, and show it.")] = "on",
+    thinking: opt.Thinking = "on",
     chat_template_config: Annotated[
         str | None, typer.Option(help="More variables of the chat template, as a JSON object.")
     ] = None,
@@ -126,9 +74,7 @@ def run(
     budget: opt.BudgetSize = None,
     reserve: opt.Reserve = None,
     no_wire: opt.NoWire = False,
-    dequantize: Annotated[
-        Dequantize, typer.Option(help="On a CPU: hold float32 weights, which run faster there.")
-    ] = "auto",
+    dequantize: opt.Dequantize = "auto",
     force: opt.Force = False,
     dry_run: opt.DryRun = False,
     emit: Annotated[
@@ -176,6 +122,8 @@ def run(
             raise UsageError(f"{name} {value} is not a number")
     if quiet and verbose:
         raise UsageError("choose --quiet or --verbose")
+    if "" in (stop or ()):
+        raise UsageError("--stop is empty; give the text before which the answer ends")
     chosen = RunOptions(
         model=model or model_argument,
         prompt=prompt if prompt is not None else prompt_argument,

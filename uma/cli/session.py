@@ -6,17 +6,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from uma.cli.options import RunOptions
 from uma.cli.plan import (
     Planned,
     asked_quantization,
-    beside_of,
-    does_not_fit,
+    exceeded,
     located,
     of_draft,
     plan_of,
+    planned_beside,
 )
 from uma.cli.progress import progress, say
-from uma.cli.run import RunOptions
 from uma.errors import RuntimeUnavailable, Unconfirmed, UsageError
 from uma.units import format_gib
 
@@ -65,7 +65,7 @@ def ready(chosen: RunOptions, command: str = "uma run") -> Iterator[Ready]:
         if note is not None:
             say(f"note: {note}", chosen.quiet)
         machine = live_machine()
-        beside = beside_of(chosen, draft, machine, timed=True)
+        beside = planned_beside(chosen, draft, machine, timed=True)
         planned = plan_of(chosen, source, machine, beside, timed=True)
         require_fit(chosen, planned, quiet=chosen.quiet)
         tell_plan(chosen, planned)
@@ -152,7 +152,7 @@ def require_fit(chosen: RunOptions, planned: Planned, *, quiet: bool) -> None:
     """Go on if the plan fits or is forced, saying so unless ``quiet``."""
     if planned.plan.verdict != "exceeds":
         return
-    error = does_not_fit(planned)
+    error = exceeded(planned)
     if not chosen.force:
         raise error
     say(f"uma: going on although {error.args[0].splitlines()[0]}", quiet)
@@ -228,9 +228,10 @@ def tell_plan(chosen: RunOptions, planned: Planned) -> None:
     if chosen.verbose:
         say(plan_text(plan, planned.source.name) + "\n")
         return
+    peak, budget = plan.ledger.predicted_peak_bytes, plan.budget.budget_bytes
     say(
-        f"{planned.source.name}: {settings_text(plan)}, peak {format_gib(plan.active_peak_bytes)} "
-        f"of {format_gib(plan.budget.budget_bytes)}: {plan.verdict}",
+        f"{planned.source.name}: {settings_text(plan)}, peak {format_gib(peak)} of "
+        f"{format_gib(budget)}: {plan.verdict}",
         chosen.quiet,
     )
     for note in (*plan.machine.notes, *plan.notes):

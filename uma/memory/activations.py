@@ -25,6 +25,7 @@ from uma.architecture.layers import (
 from uma.memory.kv_cache import STEP
 
 SINK_SCORES = 3  # scores, scores with the sink's column, and the copy without it again
+PAIRS = 3  # a product, its factor, and one that a busy machine frees late (1 run in 10)
 SSM_STEP = 256  # mlx-lm, ssm.py, ssm_attn: tokens of a block whose pairs are materialised
 FLOAT32 = 4
 BOOL = 1
@@ -270,7 +271,7 @@ def _recurrent(mixer: Recurrent, hidden_size: int, call: Call) -> Transient:
         return Transient(activations + call.rows * state * FLOAT32)
     activations = call.array(hidden_size + conv + 2 * inner)
     if mixer.kind == "mamba2":
-        return Transient(activations, 2 * pair_bytes(mixer, call))
+        return Transient(activations, PAIRS * pair_bytes(mixer, call))
     return Transient(activations + call.array(2 * conv))
 
 

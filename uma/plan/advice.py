@@ -64,6 +64,9 @@ def _tried(
     plan: InferencePlan, forms: "list[Form] | tuple[Form, ...]", request: Request
 ) -> InferencePlan | None:
     """The plan with ``request`` on the same machine and budget, if it would run."""
+    ceiling = min(plan.budget.limit_bytes, plan.budget.user_bytes or plan.budget.limit_bytes)
+    if all(form.weights.size_bytes > ceiling for form in forms):
+        return None
     asked = replace(
         request,
         budget_bytes=plan.budget.user_bytes,

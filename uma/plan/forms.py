@@ -4,15 +4,18 @@ A 16-bit model is quantized to 4 bits on load unless asked otherwise; a quantize
 is stored. On MLX's CPU backend float32 comes first where it is the fast form and fits.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from uma.architecture.layers import Architecture, parameters
+from uma.architecture.layers import Architecture, Experts, parameters
+from uma.checkpoint.names import parse_quant
 from uma.checkpoint.safetensors import Header
 from uma.checkpoint.source import ModelSource
 from uma.errors import UsageError
 from uma.memory.term import MemoryTerm
 from uma.memory.weights import parameter_bytes, weight_bytes
-from uma.plan.inference import Form
+from uma.plan.inference import Form, FormKind
 from uma.quantization import (
     DTYPE_BYTES,
     Quantization,
@@ -64,6 +67,51 @@ def forms_of(
     scaled = _float32_scales_form(architecture, form, stored)
     packed = form.quantization or stored
     return (_float32_form(architecture, form, packed), *([scaled] if scaled else []), form)
+
+
+def asked_format(
+    source: ModelSource | None,
+    *,
+    bits: int | None = None,
+    mode: str | None = None,
+    group_size: int | None = None,
+    quant: str | None = None,
+) -> dict[str, Any]:
+    """Bits, mode and group size as they are asked, ``quant`` being a format by name.
+
+    Where nothing is asked they are those of the name that a catalog model was found by, unless it
+    is stored quantized.
+    """
+    if quant is not None and (bits, mode) == (None, None):
+        bits, mode = parse_quant(quant)
+    asked = {"bits": bits, "mode": mode, "group_size": group_size}
+    if any(value is not None for value in asked.values()):
+        return asked
+    if source is None or source.kind != "catalog" or source.resolution is None:
+        return {}
+    if quantization_of_config(source.config or {}) is not None:
+        return {}
+    return asked | {"bits": source.resolution.bits, "mode": source.resolution.mode}
+
+
+def by_speed(
+    forms: tuple[Form, ...],
+    architecture: Architecture,
+    config: dict[str, Any],
+    form_rates: Callable[..., dict[FormKind, float]],
+) -> tuple[Form, ...]:
+    """The forms that a backend can run, the fastest first by what ``form_rates`` times there.
+
+    The stored form stands behind another only if that is 1.2 times as fast.
+    """
+    parts = [part for layer in architecture.layers for part in layer.feed_forward]
+    experts = any(isinstance(part, Experts) for part in parts)
+    stored = quantization_of_config(config)
+    packed = forms[-1].quantization or (stored.default if stored else None)
+    rates = form_rates(packed, architecture.dtype, experts=experts)
+    times = {kind: s / (1.2 if kind == "stored" else 1.0) for kind, s in rates.items()}
+    able = [form for form in forms if form.kind in times]
+    return tuple(sorted(able, key=lambda form: times[form.kind]))
 
 
 def _made_for_mlx(source: ModelSource) -> bool:

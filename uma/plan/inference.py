@@ -1,10 +1,12 @@
 """The plan of one run: form of the weights, context, prefill step, ledger, verdict."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from uma.architecture.layers import Architecture
+from uma.checkpoint.safetensors import read_header
 from uma.engines import mlx
 from uma.ledger import Ledger, Verdict, peak
 from uma.machine import Budget, Machine, budget_of, verdict
@@ -73,6 +75,22 @@ class Beside:
 NOTHING_BESIDE = Beside()
 
 
+def beside_of(
+    draft: "InferencePlan | None", adapter_path: Path | None, num_draft_tokens: int
+) -> Beside:
+    """What a draft model, as it was planned, and the adapter in a folder hold.
+
+    Raises:
+        CheckpointError: If there is no adapter, or it is malformed.
+    """
+    adapters = None
+    if adapter_path is not None:
+        size_bytes = read_header(adapter_path / "adapters.safetensors").size_bytes
+        adapters = MemoryTerm("adapters", size_bytes, "exact", "safetensors header")
+    planned = None if draft is None else Draft(draft.architecture, draft.form)
+    return Beside(planned, adapters, num_draft_tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What is asked; ``None`` leaves a choice to the plan."""
@@ -116,8 +134,14 @@ class _Case:
     form: Form
     machine: Machine
     beside: Beside
+    known: dict[Inference, tuple[MemoryTerm, ...]] = field(default_factory=dict)
 
     def terms(self, workload: Inference) -> tuple[MemoryTerm, ...]:
+        if workload not in self.known:
+            self.known[workload] = self._terms(workload)
+        return self.known[workload]
+
+    def _terms(self, workload: Inference) -> tuple[MemoryTerm, ...]:
         terms = mlx.inference_terms(
             self.architecture,
             self.form.weights,
@@ -174,6 +198,11 @@ def with_tokens(plan: InferencePlan, prompt_tokens: int, context_tokens: int) ->
     workload = replace(plan.workload, prompt_tokens=prompt_tokens, context_tokens=context_tokens)
     limit_bytes = next(t.size_bytes for t in plan.ledger.terms if t.name == "buffer_pool")
     return _finished(case, workload, plan.budget, plan.notes, limit_bytes)
+
+
+def mlx_terms(plan: InferencePlan, workload: Inference) -> tuple[MemoryTerm, ...]:
+    """The terms of another ``workload`` in the form and on the machine of ``plan``."""
+    return _Case(plan.architecture, plan.form, plan.machine, plan.beside).terms(workload)
 
 
 def _plan(case: _Case, request: Request, budget: Budget) -> InferencePlan:

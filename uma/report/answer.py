@@ -1,12 +1,11 @@
 """One answer, or many, in a line of text: speeds, why it was cut, what the caches held."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from uma.units import format_gib
 
 if TYPE_CHECKING:
     from uma.measurement.generation import Stats
-    from uma.measurement.process import ProcessMemory
 
 
 def speed_text(stats: "Stats", load_s: float | None = None) -> str:
@@ -32,10 +31,12 @@ def cut_text(
     return None
 
 
-def process_text(memory: "ProcessMemory") -> str:
-    """Memory of the process that ran the model."""
-    peak = "" if memory.peak_bytes is None else f", peak {format_gib(memory.peak_bytes)}"
-    return f"process: {memory.kind} {format_gib(memory.current_bytes)}{peak} ({memory.source})"
+def process_text(memory: dict[str, Any]) -> str:
+    """Memory of the process that ran the model: a ``ProcessMemory`` as a dictionary."""
+    highest = memory["peak_bytes"]
+    peak = "" if highest is None else f", peak {format_gib(highest)}"
+    now = format_gib(memory["current_bytes"])
+    return f"process: {memory['kind']} {now}{peak} ({memory['source']})"
 
 
 def held_text(held_bytes: int, used_bytes: int, paged_bytes: int) -> str:

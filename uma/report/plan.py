@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+from uma.checkpoint.source import ModelSource
 from uma.machine import Machine
 from uma.plan.inference import InferencePlan
 from uma.report.ledger import ledger_text
@@ -33,6 +34,27 @@ def settings_text(plan: InferencePlan) -> str:
         f"weights {plan.form.name}, KV cache {cache}, "
         f"largest buffer {format_gib(plan.largest_buffer_bytes)}"
     )
+
+
+def exceeds_text(plan: InferencePlan, source: ModelSource) -> str:
+    """What a plan that exceeds is short of, and what would fit, the cheapest change first."""
+    from uma.plan.advice import advice
+
+    line = (
+        f"{source.name} needs {format_gib(plan.ledger.predicted_peak_bytes)} for "
+        f"{plan.workload.context_tokens:,} tokens of context; "
+    )
+    most = plan.machine.max_buffer_bytes
+    if most is not None and plan.largest_buffer_bytes > most:
+        line += (
+            f"its largest array takes {format_gib(plan.largest_buffer_bytes)}, and the device "
+            f"allows {format_gib(most)}"
+        )
+    elif plan.budget.user_bytes is not None and plan.active_peak_bytes > plan.budget.user_bytes:
+        line += f"your budget is {format_gib(plan.budget.user_bytes)}"
+    else:
+        line += f"the limit is {format_gib(plan.budget.limit_bytes)} ({plan.machine.limit_source})"
+    return "\n  ".join([line, *advice(plan, source), "--force goes on anyway"])
 
 
 def plan_json(plan: InferencePlan, model: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ one and nothing is timed.
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -45,21 +45,6 @@ def form_rates(
         rates["stored"] = _dense_rate(stored)
     rates["float32"] = _dense_rate(mx.float32)
     return rates
-
-
-def fastest_form(rates: dict[FormKind, float], allowed: Collection[FormKind]) -> FormKind:
-    """Of the allowed forms the one that decodes fastest; ``stored`` unless another is 1.2x faster.
-
-    Raises:
-        ValueError: If none of them can run.
-    """
-    times = {form: rates[form] for form in rates if form in allowed}
-    if not times:
-        raise ValueError(f"none of {sorted(allowed)} can run here; possible: {sorted(rates)}")
-    best = min(times, key=times.__getitem__)
-    if "stored" in times and times["stored"] <= 1.2 * times[best]:
-        return "stored"
-    return best
 
 
 def _quantized_rate(quantization: Quantization, dtype: mx.Dtype) -> float:

@@ -1,7 +1,6 @@
 """The measured side of the ledger: what MLX held, by phase, and what the caches hold."""
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -59,15 +58,3 @@ class PhaseMeter:
     def _sample(self) -> None:
         while not self._stop.wait(self.interval_s):
             self._note()
-
-
-def measured_by(phase_meter: PhaseMeter) -> Callable[[str], None]:
-    """The callback that ``uma.runtime.generate.generate`` takes as ``on_phase``."""
-
-    def on_phase(phase: str) -> None:
-        if phase == "end":
-            phase_meter.finish()
-        else:
-            phase_meter.enter(phase)
-
-    return on_phase

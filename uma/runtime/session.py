@@ -14,14 +14,14 @@ from uma.ledger import Ledger
 from uma.measurement.generation import Stats
 from uma.memory.kv_cache import STEP
 from uma.plan.inference import Form, InferencePlan, with_tokens
-from uma.plan.limits import Limits, mlx_limits
+from uma.plan.limits import Limits, mlx_limits, phase_limits_bytes
 from uma.runtime.batch import BatchResult
 from uma.runtime.bench import Bench
 from uma.runtime.cache import PromptCache, prompt_cache
-from uma.runtime.generate import Draft, Piece, Settings, generate
+from uma.runtime.generate import Draft, Phase, Piece, Settings, generate
 from uma.runtime.limits import memory_limits
 from uma.runtime.load import LoadedModel, load
-from uma.runtime.measure import PhaseMeter, measured_by
+from uma.runtime.measure import PhaseMeter
 from uma.runtime.measured import (
     Measurements,
     with_kept_cache,
@@ -129,20 +129,37 @@ def answer(
 ) -> Iterator[Piece]:
     """The pieces of one answer; ``measured`` has its statistics and peaks afterwards.
 
-    MLX's memory limit is that of this prompt, which is mostly shorter than what was planned for:
-    evaluation would run as far ahead as the limit lets it.
+    MLX's memory limit is that of this prompt, which is mostly shorter than what was planned for,
+    and of the phase: evaluation runs as far ahead as the limit lets it.
     """
     plan = session.plan
     session.longest_tokens = max(session.longest_tokens, len(session.cache.tokens))
     prompt = max(len(prompt_tokens), session.longest_tokens)
     longest = prompt + (settings.max_tokens or plan.workload.context_tokens)
     asked = with_tokens(plan, prompt, min(longest, plan.workload.context_tokens))
+    phases = _phases(asked, measured.meter)
     try:
         with memory_limits(memory=_limits(asked, wire=False).memory_limit_bytes):
-            yield from _answer(session, prompt_tokens, settings, measured, on_prefill)
+            yield from _answer(session, prompt_tokens, settings, measured, on_prefill, phases)
     finally:
         measured.meter.finish()
         session.longest_tokens = max(session.longest_tokens, len(session.cache.tokens))
+
+
+def _phases(asked: InferencePlan, meter: PhaseMeter) -> Callable[[Phase], None]:
+    """Called with the phase that begins: its memory limit, and its own peak."""
+    limits = phase_limits_bytes(
+        asked.ledger.terms, _limits(asked, wire=False), asked.machine, asked.largest_output_bytes
+    )
+
+    def on_phase(phase: Phase) -> None:
+        if phase == "end":
+            meter.finish()
+        else:
+            meter.enter(phase)
+            mx.set_memory_limit(limits[phase])
+
+    return on_phase
 
 
 def _answer(
@@ -151,15 +168,22 @@ def _answer(
     settings: Settings,
     measured: Measured,
     on_prefill: Callable[[int, int], None] | None,
+    on_phase: Callable[[Phase], None],
 ) -> Iterator[Piece]:
+    def progress(done: int, total: int) -> None:
+        if done == total - 1:  # the last token is a step of decode: it may grow the caches
+            on_phase("decode")
+        if on_prefill is not None:
+            on_prefill(done, total)
+
     for piece in generate(
         session.loaded,
         prompt_tokens,
         session.cache,
         settings,
         draft=session.draft,
-        on_prefill=on_prefill,
-        on_phase=measured_by(measured.meter),
+        on_prefill=progress,
+        on_phase=on_phase,
     ):
         measured.stats = piece.stats or measured.stats
         yield piece

@@ -14,6 +14,25 @@ from typing import Any
 
 MEMORY_BYTES = 300 << 20
 
+ADDED_CHARACTERS = 1 << 18
+"""What a template may write beside its variables; real ones write a few thousand."""
+
+
+class TooLong(Exception):
+    """The template wrote more than it may."""
+
+
+def rendered(env: Any, template: str, variables: dict[str, Any]) -> str:
+    """The text of a template, which may quote each variable a few times."""
+    longest = ADDED_CHARACTERS + 4 * len(json.dumps(variables))
+    parts, length = [], 0
+    for part in env.from_string(template).generate(variables):
+        parts.append(part)
+        length += len(part)
+        if length > longest:
+            raise TooLong(f"it wrote more than {longest:,} characters")
+    return "".join(parts)
+
 
 def environment() -> Any:
     """A sandbox with the names that chat templates use."""
@@ -78,8 +97,7 @@ def main() -> None:
         env = environment()
         sys.stdout.write("\n")  # ready: the parent's clock starts
         sys.stdout.flush()
-        text = env.from_string(request["template"]).render(request["variables"])
-        answer = {"text": text}
+        answer = {"text": rendered(env, request["template"], request["variables"])}
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"[:500]}
     json.dump(answer, sys.stdout)

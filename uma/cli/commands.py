@@ -1,0 +1,38 @@
+"""The commands of ``uma``: where each stands, and what it does in one line.
+
+A command's module is imported when it is called or its own ``--help`` is asked for. Nothing here
+imports typer, so that ``uma --help`` takes little more than Python itself.
+"""
+
+COMMANDS = {
+    # name: the module, which has a function of that name, or a typer.Typer for a group; its line
+    "run": ("uma.cli.run", "Answer a prompt, a pipe or a chat inside a memory budget."),
+    "estimate": ("uma.cli.estimate", "Predict a model's memory, term by term."),
+    "bench": ("uma.cli.bench", "Time a model, and hold its memory against the prediction."),
+    "convert": ("uma.cli.convert", "Write a model as an MLX folder, in little memory."),
+}
+
+_HELP = """\
+Usage: uma [OPTIONS] COMMAND [ARGS]...
+
+  Run language models inside the memory you have: predicted, enforced,
+  measured.
+
+  Every option can be set for good: as a variable UMA_NAME, or as a line in
+  config.toml.
+
+Options:
+  --version             Print the version.
+  --install-completion  Install completion for the current shell.
+  --show-completion     Show completion for the current shell, to copy it or
+                        customize the installation.
+  -h, --help            Show this message and exit.
+
+Commands:
+"""
+
+
+def help_text() -> str:
+    """What ``uma --help`` prints: what typer would on 80 columns, as a test holds it to."""
+    width = max(map(len, COMMANDS))
+    return _HELP + "\n".join(f"  {name:{width}}  {line}" for name, (_, line) in COMMANDS.items())
