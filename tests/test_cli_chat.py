@@ -123,7 +123,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(
     time.sleep(seconds)
     terminal.type("\x03")
     told = terminal.until(">>> ")
-    assert "stopped" in told
+    # At once it may reach the line that is still being read, which it drops.
+    assert "stopped" in told or (not seconds and "(Ctrl-D or /bye leaves)" in told)
     assert "tokens/s" not in told  # that of an answer which ran to its end
     terminal.type("/bye\n")
     assert terminal.close() == 0
