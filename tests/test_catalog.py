@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from uma import catalog
-from uma.catalog import find_chips, find_gpu, find_model, model_names, models, short_name, words
+from uma.catalog import find_chips, find_model, model_names, models, short_name, words
 from uma.checkpoint.names import parse_quant, resolve
 from uma.errors import UnknownName, UsageError
 
@@ -174,18 +174,6 @@ def test_a_chip_is_found_by_cores_and_memory():
         find_chips("M4 Ultra")
     with pytest.raises(UnknownName, match="32 GPU cores"):
         find_chips("M4 Max", gpu_cores=33)
-
-
-def test_a_card_is_found_by_a_part_of_its_name():
-    assert find_gpu("rtx 4090").name == "GeForce RTX 4090"
-    assert find_gpu("RTX 4070 Ti").name == "GeForce RTX 4070 Ti"
-    assert find_gpu("h200 sxm").memory_mib == 143_771
-    with pytest.raises(UnknownName, match="A100 PCIe 40GB, A100 SXM4 40GB"):
-        find_gpu("A100")
-    with pytest.raises(UnknownName, match="did you mean"):
-        find_gpu("RTX 9999")
-    with pytest.raises(UnknownName):
-        find_gpu("")
 
 
 def test_bandwidths_are_decimal():

@@ -10,6 +10,8 @@ COMMANDS = {
     "estimate": ("uma.cli.estimate", "Predict a model's memory, term by term."),
     "bench": ("uma.cli.bench", "Time a model, and hold its memory against the prediction."),
     "convert": ("uma.cli.convert", "Write a model as an MLX folder, in little memory."),
+    "models": ("uma.cli.models", "List the models of the catalog, smallest first."),
+    "machines": ("uma.cli.machines", "List the machines of the catalog."),
 }
 
 _HELP = """\

@@ -1,45 +1,188 @@
-"""NVIDIA cards, as the driver's own tool lists them."""
+"""NVIDIA cards: what the driver says of their memory and link.
 
+NVML is asked through ``nvidia-ml-py``, else the tool ``nvidia-smi``, both with the meanings of
+NVML's ``nvmlMemory_v2_t``: ``used`` is held by programs, ``reserved`` by the driver itself, and a
+program can have the rest.
+"""
+
+import contextlib
 import re
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from uma.units import MIB
+
+# Signs of a driver: Linux, WSL.
+_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version")
+# Where the tool is when no PATH names it: WSL mounts it, older Windows drivers kept it apart.
+_TOOLS = (
+    "/usr/lib/wsl/lib/nvidia-smi",
+    r"C:\Windows\System32\nvidia-smi.exe",
+    r"C:\Program Files\NVIDIA Corporation\NVSMI\nvidia-smi.exe",
+)
+_TIMEOUT_S = 5
+
+# A driver that does not know a field refuses the whole query: memory.reserved is from R510 on.
+_FIELDS = (
+    "name,memory.total,memory.used,memory.reserved,pcie.link.gen.max,pcie.link.width.max,"
+    "mig.mode.current"
+)
+_OLD_FIELDS = "name,memory.total,memory.used"
+
+# PCI Express, bytes per second of one lane in one direction, after its line coding.
+_LANE_BYTES_PER_S = {
+    1: 250_000_000,
+    2: 500_000_000,
+    3: 984_600_000,
+    4: 1_969_200_000,
+    5: 3_938_400_000,
+    6: 7_563_000_000,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A card and its memory; ``None`` where it shares the machine's memory (GB10)."""
+    """A card and its memory; ``None`` where it shares the machine's memory (GB10), or unknown.
+
+    ``link_bytes_per_s`` is what its PCI Express carries in one direction at most. With ``mig`` the
+    card is divided, and a program sees less than this.
+    """
 
     name: str
     memory_bytes: int | None
+    used_bytes: int | None = None
+    reserved_bytes: int | None = None
+    link_bytes_per_s: int | None = None
+    mig: bool = False
 
 
 def read_cards() -> tuple[Card, ...]:
     """The cards of this machine; none, at no cost, where there is no driver."""
-    import shutil
-    import subprocess
+    tool = _tool()
+    if tool is None and sys.platform != "win32" and not any(map(_exists, _DEVICE_FILES)):
+        return ()
+    cards = _read_nvml()
+    if cards is None and tool is not None:
+        cards = read_with_tool(tool)
+    return cards or ()
 
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ()
-    command = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+
+def _read_nvml() -> tuple[Card, ...] | None:
+    """The cards that NVML lists, or ``None`` where it cannot be loaded or does not answer."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return parse_cards(done.stdout) if done.returncode == 0 else ()
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return tuple(_nvml_card(pynvml, handle) for handle in handles)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _nvml_card(pynvml, handle) -> Card:  # type: ignore[no-untyped-def]
+    """One card; GB10 answers "not supported" where others tell their memory."""
+    name = pynvml.nvmlDeviceGetName(handle)
+    total = used = reserved = link = None
+    mig = False
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        total, used, reserved = memory.total, memory.used, memory.reserved
+    except pynvml.NVMLError_NotSupported:
+        pass
+    except pynvml.NVMLError_FunctionNotFound:  # a driver before R510
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        total, used = memory.total, memory.used
+    with contextlib.suppress(pynvml.NVMLError):
+        link = link_bytes_per_s(
+            pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle),
+            pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle),
+        )
+    with contextlib.suppress(pynvml.NVMLError):
+        mig = pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+    return Card(name, total, used, reserved, link, mig)
+
+
+def read_with_tool(tool: str) -> tuple[Card, ...]:
+    """The cards that ``nvidia-smi`` lists; none where it fails."""
+    for names in (_FIELDS, _OLD_FIELDS):
+        text = _output(tool, f"--query-gpu={names}", "--format=csv,noheader")
+        if text is not None:
+            return parse_cards(text)
+    return ()
 
 
 def parse_cards(text: str) -> tuple[Card, ...]:
-    """Lines of ``name, memory.total``.
+    """Lines of ``name, total[, used[, reserved, generation, lanes, mig]]``.
 
-    >>> parse_cards("NVIDIA GB10, [N/A]\\n")
-    (Card(name='NVIDIA GB10', memory_bytes=None),)
+    >>> parse_cards("NVIDIA GB10, [N/A]\\n")[0].memory_bytes is None
+    True
+    >>> parse_cards("NVIDIA H100, 81559 MiB, 0 MiB, 479 MiB, 5, 16, Disabled\\n")[0].reserved_bytes
+    502267904
     """
-    cards = []
-    for line in text.splitlines():
-        name, comma, memory = line.rpartition(",")
-        if comma:
-            size = re.fullmatch(r"(\d+) MiB", memory.strip())
-            cards.append(Card(name.strip(), int(size[1]) * MIB if size else None))
-    return tuple(cards)
+    return tuple(
+        _card([cell.strip() for cell in line.split(",")])
+        for line in text.splitlines()
+        if "," in line
+    )
+
+
+def _card(cells: Sequence[str]) -> Card:
+    name, total, used, reserved, generation, lanes, mig = [*cells, *[""] * 6][:7]
+    link = None
+    if generation.isdecimal() and lanes.isdecimal():
+        link = link_bytes_per_s(int(generation), int(lanes))
+    return Card(name, _mib(total), _mib(used), _mib(reserved), link, mig == "Enabled")
+
+
+def link_bytes_per_s(generation: int, lanes: int) -> int | None:
+    """What PCI Express of that generation and width carries in one direction, or ``None``.
+
+    >>> link_bytes_per_s(4, 16)
+    31507200000
+    """
+    lane = _LANE_BYTES_PER_S.get(generation)
+    return None if lane is None else lane * lanes
+
+
+def is_wsl() -> bool:
+    """Whether this Linux runs inside Windows: the driver sees the card, not what Windows holds."""
+    try:
+        release = Path("/proc/sys/kernel/osrelease").read_text()
+    except OSError:
+        return False
+    return "microsoft" in release.lower()
+
+
+def _mib(cell: str) -> int | None:
+    size = re.fullmatch(r"(\d+) MiB", cell)
+    return int(size[1]) * MIB if size else None
+
+
+def _tool() -> str | None:
+    import shutil
+
+    return shutil.which("nvidia-smi") or next(filter(_exists, _TOOLS), None)
+
+
+def _exists(path: str) -> bool:
+    return Path(path).exists()
+
+
+def _output(*command: str) -> str | None:
+    """What a tool prints, or ``None`` where it fails or hangs."""
+    import subprocess
+
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

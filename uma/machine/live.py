@@ -1,131 +1,13 @@
-"""A machine as the memory plan sees it: its pool, the device's limit, the budget within it."""
+"""This machine now: its pools, limits, and what other programs leave."""
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
-from uma.errors import UmaError, UsageError
-from uma.ledger import Verdict
+from uma.errors import UmaError
+from uma.machine.facts import Machine
 from uma.system import darwin, linux
 from uma.system.working_set import largest_buffer_bytes, working_set_range
 from uma.units import GIB, format_gib
-from uma.workload import Backend
-
-PoolKind = Literal["unified", "discrete", "host"]
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Facts of one machine; ``None`` where nothing could tell.
-
-    ``limit_bytes`` is what the device enforces and ``limit_source`` says where it was read;
-    ``limit_high_bytes`` is above it when only a range is known (macOS version unknown).
-    ``available_bytes`` is what other programs leave now. ``name`` is never the host's name.
-    """
-
-    name: str
-    kind: PoolKind
-    backend: Backend
-    memory_bytes: int
-    limit_bytes: int
-    limit_source: str
-    limit_high_bytes: int | None = None
-    available_bytes: int | None = None
-    max_buffer_bytes: int | None = None
-    chip: str | None = None
-    gpu_cores: int | None = None
-    cpu: str | None = None
-    os: str | None = None
-    os_version: str | None = None
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """The two lines a peak is held against, and which rule drew the lower one.
-
-    ``lines`` are all rules and their bytes, the winner among them. ``user`` says that the user's
-    own budget is the lowest; ``user_bytes`` is that budget, the lowest or not. Where the device's
-    limit is a range, ``limit_bytes`` is its upper end: refusal needs certainty.
-    """
-
-    limit_bytes: int
-    budget_bytes: int
-    winner: str
-    user: bool = False
-    user_bytes: int | None = None
-    reserve_bytes: int | None = None
-    lines: tuple[tuple[str, int], ...] = ()
-
-
-def verdict(peak_bytes: int, budget: Budget) -> Verdict:
-    """``fits`` within the budget, ``tight`` within the limit, else ``exceeds``.
-
-    A budget that the user set is a limit: above it is ``exceeds``.
-    """
-    if peak_bytes <= budget.budget_bytes:
-        return "fits"
-    over_own = budget.user_bytes is not None and peak_bytes > budget.user_bytes
-    if budget.user or over_own or peak_bytes > budget.limit_bytes:
-        return "exceeds"
-    return "tight"
-
-
-def default_reserve_bytes(machine: Machine) -> int:
-    """Memory kept for the system and other programs when nobody says otherwise.
-
-    On a Mac half of the memory, at most 8 GiB, and an eighth from 64 GiB on. 16 GiB Macs froze
-    with 10.6 GB wired, and another project's remedy was to leave 8 GB (vmlx-swift pull request
-    421); 128 GiB Macs crashed with 125 GB in use (omlx issue 3065). Between the two it is our
-    judgment. Elsewhere, where nothing is wired and the limit is all the memory there is, a
-    quarter, at most 1 GiB, and a sixteenth from 16 GiB on.
-    """
-    if machine.backend == "metal":
-        return max(min(machine.memory_bytes // 2, 8 * GIB), machine.memory_bytes // 8)
-    return max(min(machine.limit_bytes // 4, GIB), machine.limit_bytes // 16)
-
-
-def budget_of(
-    machine: Machine, *, user_budget_bytes: int | None = None, reserve_bytes: int | None = None
-) -> Budget:
-    """The smallest of the device's limit, what the reserve leaves, what others leave, the user's.
-
-    The reserve stands for the system and the usual programs; when those hold more than it, what
-    they leave counts, less 1/32 of the memory (at most 1 GiB) so that nothing is paged out at
-    the first allocation.
-
-    Raises:
-        UsageError: If the user's budget is not positive, or the reserve leaves nothing.
-    """
-    if user_budget_bytes is not None and user_budget_bytes <= 0:
-        raise UsageError(f"a budget of {user_budget_bytes} bytes leaves no room for a model")
-    reserve = default_reserve_bytes(machine) if reserve_bytes is None else reserve_bytes
-    pool = machine.memory_bytes if machine.backend == "metal" else machine.limit_bytes
-    if not 0 <= reserve < pool:
-        raise UsageError(
-            f"a reserve of {format_gib(reserve)} does not leave anything of the "
-            f"{format_gib(pool)} of memory; give a smaller one"
-        )
-    lines = [
-        (f"limit: {machine.limit_source}", machine.limit_bytes),
-        (f"memory less a reserve of {format_gib(reserve)} for the system", pool - reserve),
-    ]
-    if machine.available_bytes is not None:
-        left = machine.available_bytes - min(pool // 32, GIB)
-        lines.append(("memory that other programs leave now", max(0, left)))
-    if user_budget_bytes is not None:
-        lines.append(("your budget", user_budget_bytes))
-    winner, budget = min(lines, key=lambda line: line[1])
-    return Budget(
-        limit_bytes=machine.limit_high_bytes or machine.limit_bytes,
-        budget_bytes=budget,
-        winner=winner,
-        user=winner == "your budget",
-        user_bytes=user_budget_bytes,
-        reserve_bytes=reserve,
-        lines=tuple(lines),
-    )
 
 
 def read_machine(device_info: Mapping[str, object] | None = None) -> Machine:
