@@ -111,3 +111,14 @@ def test_bits_that_an_engine_has_no_format_for_are_refused_with_those_it_has() -
     assert format_of_bits("llama.cpp", 4) == "Q4_K_M"
     with pytest.raises(UsageError, match=r"4 \(awq\), 8 \(fp8\)"):
         format_of_bits("vllm", 3)
+
+
+def test_a_named_mac_runs_mlx_and_a_named_card_llama_cpp(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mac = document(capsys, "estimate", "llama-3-70b", "--machine", "mac-studio-m2-ultra-192")
+    card = document(capsys, "estimate", "llama-3-70b", "--machine", "rtx-4090")
+    assert (mac["workload"]["engine"], mac["verdict"]) == ("mlx", "fits")
+    assert (card["workload"]["engine"], card["verdict"]) == ("llama.cpp", "exceeds")
+    weights = {t["name"]: t["size_bytes"] for t in mac["terms"]}["weights"]
+    assert weights == 39_688_355_840  # mlx-community's 4-bit repository

@@ -1,4 +1,4 @@
-"""``uma estimate``: the memory of one model on this machine, under any engine."""
+"""``uma estimate``: the memory of one model on any machine, under any engine."""
 
 import json as json_module
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -66,6 +66,10 @@ def estimate(
     swa_full: Annotated[
         bool, typer.Option("--swa-full", help="llama.cpp: whole caches of sliding layers.")
     ] = False,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="Machine by name, such as mac-studio-m3-ultra-512 or 2xh100."),
+    ] = None,
     budget: opt.BudgetSize = None,
     reserve: opt.Reserve = None,
     json: opt.Json = False,
@@ -77,7 +81,7 @@ def estimate(
 
     \b
     Examples:
-      uma estimate llama-3-70b --engine mlx --bits 4
+      uma estimate llama-3-70b --machine mac-studio-m2-ultra-192
       uma estimate qwen3-30b-a3b --quant Q4_K_M -c 32768 -ctk q8_0 -ctv q8_0
       uma estimate llama-3-8b --engine vllm --quant fp8 --batch-size 8 --json
     """
@@ -108,7 +112,7 @@ def estimate(
         flash_attn=flash_attn,
         swa_full=swa_full,
     )
-    source, found = _estimated(chosen, engine, llama)
+    source, found = _estimated(chosen, engine, llama, machine)
     if json:
         print(json_module.dumps(estimate_json(found, model_json(source)), indent=2))
     else:
@@ -117,16 +121,18 @@ def estimate(
 
 
 def _estimated(
-    chosen: RunOptions, engine: "Engine | None", llama: "LlamaCpp"
+    chosen: RunOptions, engine: "Engine | None", llama: "LlamaCpp", machine_name: str | None
 ) -> "tuple[ModelSource, Estimate]":
-    """The model, and what it needs on this machine."""
+    """The model, and what it needs on the machine."""
     from uma.architecture import architecture_from_config
     from uma.cli.plan import described, located, plan_of
     from uma.errors import UnsupportedModel
     from uma.machine import budget_of, read_machine
+    from uma.machine.here import machine_of
     from uma.plan import estimate as plan
 
-    machine = read_machine()
+    alone = machine_name is None and engine == "mlx"  # as `uma run` sees this machine
+    machine = read_machine() if alone else machine_of(machine_name)
     engine = engine or plan.default_engine(machine)
     if engine == "mlx":
         source = described(chosen, located(chosen))
