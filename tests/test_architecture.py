@@ -17,7 +17,7 @@ import mlx_lm
 import transformers
 from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 from oracle.build import build, our_shapes, shapes
-from oracle.catalog import MODELS, completed, config_of, supported
+from oracle.catalog import MODELS, config_of, supported
 from oracle.tiny import TINY
 from oracle.tiny_more import MORE
 
@@ -34,6 +34,7 @@ from uma.architecture.families import ELSEWHERE, FAMILIES, MODULES, module_named
 from uma.architecture.layers import Architecture, Attention, Experts, LatentAttention, Recurrent
 from uma.catalog import models
 from uma.errors import CheckpointError, UmaError, UnsupportedModel
+from uma.runtime.trace_model import completed
 
 LLAMA_70B = "meta-llama__Meta-Llama-3.1-70B"
 

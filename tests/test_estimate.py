@@ -9,16 +9,15 @@ import pytest
 from uma.architecture import architecture_from_config
 from uma.catalog import find_model, model_config
 from uma.cli import main
-from uma.engines.llama_cpp import LlamaCpp
 from uma.errors import UnknownName, UsageError
 from uma.ledger import peak
 from uma.machine import Machine, budget_of
 from uma.plan.estimate import (
     DEFAULT_FORMATS,
-    ENGINE_RULES,
     Estimate,
     estimate_of_engine,
     format_of_bits,
+    rules_of,
 )
 from uma.units import GIB
 from uma.workload import Inference
@@ -36,7 +35,6 @@ def estimated(model: str, engine: Any, tokens: int = 8192, quant: str | None = N
         Inference(tokens),
         budget_of(MACHINE),
         machine=MACHINE,
-        llama=LlamaCpp(),
     )
 
 
@@ -62,7 +60,7 @@ def test_the_cache_of_deepseek_v3_at_8k_is_its_latents() -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("engine", ENGINE_RULES)
+@pytest.mark.parametrize("engine", DEFAULT_FORMATS)
 def test_the_largest_context_fits_and_what_exceeds_the_budget_is_never_said_to_fit(
     model: str, engine: Any
 ) -> None:
@@ -74,7 +72,7 @@ def test_the_largest_context_fits_and_what_exceeds_the_budget_is_never_said_to_f
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("engine", ENGINE_RULES)
+@pytest.mark.parametrize("engine", DEFAULT_FORMATS)
 def test_more_context_never_needs_less(model: str, engine: Any) -> None:
     sizes = [
         peak(estimated(model, engine, tokens).ledger.terms)[1]
@@ -93,16 +91,16 @@ def test_a_smaller_budget_ends_the_context_earlier() -> None:
         Inference(131_072),
         budget_of(small),
         machine=small,
-        llama=LlamaCpp(cache_type_k="f32", cache_type_v="f32"),
+        llama={"cache_type_k": "f32", "cache_type_v": "f32"},
     )
     assert found.ledger.verdict == "exceeds"
     assert found.max_context_tokens is not None
     assert found.max_context_tokens < 8192
 
 
-@pytest.mark.parametrize("engine", ENGINE_RULES)
+@pytest.mark.parametrize("engine", DEFAULT_FORMATS)
 def test_every_engine_knows_its_own_words_alone(engine: Any) -> None:
-    assert DEFAULT_FORMATS[engine] in ENGINE_RULES[engine].formats()
+    assert DEFAULT_FORMATS[engine] in rules_of(engine).formats()
     with pytest.raises(UnknownName, match="no_such"):
         estimated(MODELS[0], engine, quant="no_such")
 

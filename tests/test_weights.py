@@ -5,12 +5,13 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 from oracle.build import converted, weight_bytes
-from oracle.catalog import completed, config_of
+from oracle.catalog import config_of
 from oracle.tiny import TINY
 
 from uma.architecture import architecture_from_config
 from uma.memory import weights
 from uma.quantization import Quantization, quantization_of_config
+from uma.runtime.trace_model import completed
 
 FORMATS = [
     None,

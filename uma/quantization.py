@@ -35,6 +35,10 @@ class Quantization:
     def __str__(self) -> str:
         return f"{self.mode} {self.bits}/{self.group_size}"
 
+    def to_config(self) -> dict[str, Any]:
+        """What ``quantization`` of ``config.json`` says, and what MLX's functions take."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
     def matrix_bytes(self, shape: tuple[int, ...], dtype_bytes: int = 2) -> int:
         """Bytes of an array of ``shape`` quantized along its last axis.
 

@@ -7,6 +7,7 @@ DEFAULT_PREFILL_STEP_SIZE = 2048  # mlx-lm 0.32.2, generate.py, DEFAULT_PREFILL_
 DEFAULT_KV_GROUP_SIZE = 64  # mlx-lm 0.32.2, generate.py, --kv-group-size
 
 Backend = Literal["metal", "cpu"]
+Engine = Literal["mlx", "llama.cpp", "transformers", "vllm"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,6 +232,6 @@ def _rows() -> dict[tuple[str, ...], tuple[Model, ...]]:
 
 @cache
 def _same_shapes() -> tuple[tuple[str, str], ...]:
-    with open(DATA / "truth" / "same_shapes.csv", encoding="utf-8", newline="") as file:
+    with open(DATA / "same_shapes.csv", encoding="utf-8", newline="") as file:
         next(file)
         return tuple((row["name"], row["hf_id"]) for row in csv.DictReader(file))

@@ -10,12 +10,11 @@ import typer
 from uma.cli import options as opt
 from uma.cli.options import RunOptions, chosen_model
 from uma.errors import UsageError
+from uma.report import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from uma.checkpoint.source import ModelSource
     from uma.quantization import Quantization
-
-SCHEMA_VERSION = 1
 
 
 def convert(

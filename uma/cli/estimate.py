@@ -1,22 +1,19 @@
 """``uma estimate``: the memory of one model on any machine, under any engine."""
 
 import json as json_module
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from uma.cli import options as opt
 from uma.cli.options import RunOptions, chosen_model, size_option
-from uma.workload import DEFAULT_KV_GROUP_SIZE, Inference
+from uma.workload import DEFAULT_KV_GROUP_SIZE, Engine, Inference
 
 if TYPE_CHECKING:
     from uma.checkpoint.source import ModelSource
-    from uma.engines.llama_cpp import LlamaCpp
-    from uma.plan.estimate import Engine, Estimate
+    from uma.plan.estimate import Estimate
 
-EngineName = Literal["mlx", "llama.cpp", "transformers", "vllm"]
 FlashAttention = Literal["on", "off", "auto"]
-DEFAULT_CONTEXT_TOKENS = 8192
 
 
 def estimate(
@@ -24,7 +21,7 @@ def estimate(
     model_argument: opt.Model = None,
     model: opt.ModelOption = None,
     engine: Annotated[
-        EngineName | None,
+        Engine | None,
         typer.Option(help="Program that runs it. [default: mlx on Apple silicon, else llama.cpp]"),
     ] = None,
     bits: opt.Bits = None,
@@ -44,7 +41,7 @@ def estimate(
             max=opt.MAX_CONTEXT_TOKENS,
             help="Prompt plus answer, in tokens.",
         ),
-    ] = DEFAULT_CONTEXT_TOKENS,
+    ] = Inference().context_tokens,
     batch_size: Annotated[
         int, typer.Option("--batch-size", "--parallel", "-np", min=1, help="Sequences at once.")
     ] = 1,
@@ -101,17 +98,16 @@ def estimate(
         json=json,
     )
     from uma.cli.plan import model_json
-    from uma.engines.llama_cpp import LlamaCpp
     from uma.errors import DoesNotFit
     from uma.report.estimate import estimate_json, estimate_text
 
-    llama = LlamaCpp(
-        cache_type_k=cache_type_k,
-        cache_type_v=cache_type_v,
-        n_ubatch=ubatch_size,
-        flash_attn=flash_attn,
-        swa_full=swa_full,
-    )
+    llama = {
+        "cache_type_k": cache_type_k,
+        "cache_type_v": cache_type_v,
+        "n_ubatch": ubatch_size,
+        "flash_attn": flash_attn,
+        "swa_full": swa_full,
+    }
     source, found = _estimated(chosen, engine, llama, machine)
     if json:
         print(json_module.dumps(estimate_json(found, model_json(source)), indent=2))
@@ -121,7 +117,7 @@ def estimate(
 
 
 def _estimated(
-    chosen: RunOptions, engine: "Engine | None", llama: "LlamaCpp", machine_name: str | None
+    chosen: RunOptions, engine: Engine | None, llama: dict[str, Any], machine_name: str | None
 ) -> "tuple[ModelSource, Estimate]":
     """The model, and what it needs on the machine."""
     from uma.architecture import architecture_from_config

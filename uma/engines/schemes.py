@@ -105,20 +105,21 @@ def _scheme(row: dict[str, str]) -> Scheme:
     )
 
 
-def scheme_named(name: str, allowed: tuple[str, ...]) -> Scheme:
+def scheme_named(name: str) -> Scheme:
     """The format that ``name`` means, in any case and by any of its names.
 
     Raises:
-        UnknownName: If it is not one of ``allowed``.
+        UnknownName: If it is not one of them.
 
-    >>> scheme_named("GPTQ-Int4", ("bf16", "gptq")).bits
+    >>> scheme_named("GPTQ-Int4").bits
     4
     """
     key = name.lower().replace("_", "-")
     key = ALIASES.get(key, key)
-    if key not in allowed:
-        raise UnknownName(f"format {name!r} is not known here; known are {', '.join(allowed)}")
-    return schemes()[key]
+    known = schemes()
+    if key not in known:
+        raise UnknownName(f"format {name!r} is not known here; known are {', '.join(known)}")
+    return known[key]
 
 
 def weight_bytes(

@@ -15,7 +15,7 @@ from uma.architecture.layers import (
     Recurrent,
 )
 from uma.engines import schemes
-from uma.engines.transformers_activations import Call, Transient, transient
+from uma.engines.transformers_activations import Call, transient
 from uma.engines.transformers_cache import (
     CacheImplementation,
     CacheRules,
@@ -23,30 +23,13 @@ from uma.engines.transformers_cache import (
     state_bytes,
 )
 from uma.errors import UsageError
+from uma.memory.activations import Transient
 from uma.memory.term import MemoryTerm, Phase
 from uma.units import MIB
 from uma.workload import Inference
 
 AttnImplementation = Literal["sdpa", "flash_attention_2", "eager"]
 ExpertsImplementation = Literal["grouped_mm", "eager"]
-
-FORMATS = (
-    "fp32",
-    "bf16",
-    "fp16",
-    "nf4",
-    "nf4-double",
-    "int8",
-    "gptq",
-    "gptq-int8",
-    "awq",
-    "fp8",
-    "compressed-tensors-w4a16",
-    "compressed-tensors-w8a8",
-    "compressed-tensors-fp8",
-    "compressed-tensors-nvfp4",
-    "mxfp4",
-)
 
 # bitsandbytes replaces nn.Linear, and experts are bare stacks of matrices since transformers 5
 # (integrations/bitsandbytes.py, replace_with_bnb_linear): they stay in 16 bits.
@@ -124,7 +107,7 @@ def settings_of(version: str, settings: Settings = DEFAULTS) -> Settings:
 
 def formats() -> tuple[str, ...]:
     """Names of the formats of weights."""
-    return FORMATS
+    return tuple(schemes.schemes())
 
 
 def weights_term(architecture: Architecture, quant: str) -> MemoryTerm:
@@ -133,7 +116,7 @@ def weights_term(architecture: Architecture, quant: str) -> MemoryTerm:
     Raises:
         UnknownName: If transformers has no such format.
     """
-    scheme = schemes.scheme_named(quant, FORMATS)
+    scheme = schemes.scheme_named(quant)
     size = schemes.weight_bytes(architecture, scheme, experts=scheme.name not in LINEAR_ONLY)
     return MemoryTerm("weights", size, "exact", f"shapes x {scheme.name}: {scheme.source}")
 

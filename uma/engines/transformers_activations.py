@@ -18,6 +18,7 @@ from uma.architecture.layers import (
     Recurrent,
 )
 from uma.engines.transformers_cache import window_of
+from uma.memory.activations import Transient
 
 INT64 = 8
 RECURRENT_CHUNK = 64  # modeling_qwen3_next.py, torch_chunk_gated_delta_rule: chunk_size
@@ -47,21 +48,6 @@ class Call:
     def array(self, width: int) -> int:
         """Bytes of an array with ``width`` elements for every new token."""
         return self.rows * width * self.dtype_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Transient:
-    """Bytes alive together: scores, masks and expanded heads of attention apart from the rest."""
-
-    activations: int = 0
-    attention: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.activations + self.attention
-
-    def __add__(self, other: "Transient") -> "Transient":
-        return Transient(self.activations + other.activations, self.attention + other.attention)
 
 
 def transient(architecture: Architecture, call: Call) -> Transient:

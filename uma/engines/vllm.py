@@ -27,24 +27,6 @@ from uma.memory.term import MemoryTerm
 from uma.units import MIB
 from uma.workload import Inference
 
-FORMATS = (
-    "fp32",
-    "bf16",
-    "fp16",
-    "nf4",
-    "nf4-double",
-    "int8",
-    "gptq",
-    "gptq-int8",
-    "awq",
-    "fp8",
-    "compressed-tensors-w4a16",
-    "compressed-tensors-w8a8",
-    "compressed-tensors-fp8",
-    "compressed-tensors-nvfp4",
-    "mxfp4",
-)
-
 VOCABULARY_MULTIPLE = 64  # layers/vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE
 GRAPH_BYTES = 1 * MIB  # v1/worker/gpu_model_runner.py, profile_cudagraph_memory: least of a graph
 LARGEST_GRAPH = 512  # config/vllm.py, default_max_graph_size
@@ -94,7 +76,7 @@ DEFAULTS = Settings()
 
 def formats() -> tuple[str, ...]:
     """Names of the formats of weights."""
-    return FORMATS
+    return tuple(schemes.schemes())
 
 
 def weights_term(architecture: Architecture, quant: str) -> MemoryTerm:
@@ -106,7 +88,7 @@ def weights_term(architecture: Architecture, quant: str) -> MemoryTerm:
     Raises:
         UnknownName: If vLLM has no such format.
     """
-    scheme = schemes.scheme_named(quant, FORMATS)
+    scheme = schemes.scheme_named(quant)
     size = schemes.weight_bytes(architecture, scheme, vocabulary_multiple=VOCABULARY_MULTIPLE)
     size += scheme.rest_bytes * sum(schemes.latent_matrices(architecture))
     return MemoryTerm("weights", size, "exact", f"shapes x {scheme.name}: {scheme.source}")

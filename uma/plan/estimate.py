@@ -1,28 +1,23 @@
 """One model on one machine under one engine: terms, verdict, and what else would fit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
 
 from uma.architecture.layers import Architecture
-from uma.engines import llama_cpp, transformers, vllm
 from uma.errors import UsageError
 from uma.ledger import Ledger, peak
 from uma.machine import Budget, Machine, verdict
 from uma.memory.kv_cache import STEP
 from uma.memory.term import MemoryTerm
-from uma.plan.inference import InferencePlan, with_tokens
-from uma.workload import Inference
+from uma.plan.inference import InferencePlan, mlx_terms
+from uma.workload import Engine, Inference
 
-Engine = Literal["mlx", "llama.cpp", "transformers", "vllm"]
 LONGEST_CONTEXT_TOKENS = 1 << 20  # tried for models that state no maximum
 
-# Each is one module of rules with the same functions; mlx's plan is that of ``uma run``.
-ENGINE_RULES: dict[Engine, Any] = {
-    "llama.cpp": llama_cpp,
-    "transformers": transformers,
-    "vllm": vllm,
-}
 DEFAULT_FORMATS: dict[Engine, str] = {
     "llama.cpp": "Q4_K_M",
     "transformers": "bf16",
@@ -75,11 +70,7 @@ def default_engine(machine: Machine) -> Engine:
 
 def estimate_of_plan(plan: InferencePlan) -> Estimate:
     """What ``uma run`` has planned, as an estimate: the same terms."""
-
-    def terms(workload: Inference) -> tuple[MemoryTerm, ...]:
-        longer = with_tokens(plan, workload.longest_prompt_tokens, workload.context_tokens)
-        return tuple(term for term in longer.ledger.terms if term.name != "buffer_pool")
-
+    terms = partial(mlx_terms, plan)
     return Estimate(
         architecture=plan.architecture,
         machine=plan.machine,
@@ -107,6 +98,14 @@ def format_of_bits(engine: Engine, bits: int) -> str:
     return formats[bits]
 
 
+def rules_of(engine: Engine) -> Any:
+    """The module of an engine's rules, all with the same functions, imported when it is asked for.
+
+    MLX has none here: its plan is that of ``uma run``.
+    """
+    return import_module(f"uma.engines.{engine.replace('.', '_')}")
+
+
 def estimate_of_engine(
     architecture: Architecture,
     engine: Engine,
@@ -115,18 +114,20 @@ def estimate_of_engine(
     budget: Budget,
     *,
     machine: Machine,
-    llama: llama_cpp.LlamaCpp,
+    llama: Mapping[str, Any] = MappingProxyType({}),
 ) -> Estimate:
     """The estimate under llama.cpp, transformers or vLLM with the weights in format ``quant``.
+
+    ``llama`` are fields of ``LlamaCpp``, llama.cpp's options.
 
     Raises:
         UnknownName: If the engine has no such format.
         UsageError: If it cannot do what the workload asks.
     """
-    rules = ENGINE_RULES[engine]
+    rules = rules_of(engine)
     quant = quant or DEFAULT_FORMATS[engine]
     weights = rules.weights_term(architecture, quant)
-    settings = {"settings": llama} if engine == "llama.cpp" else {}
+    settings = {"settings": rules.LlamaCpp(**llama)} if engine == "llama.cpp" else {}
 
     def terms(workload: Inference) -> tuple[MemoryTerm, ...]:
         found: tuple[MemoryTerm, ...] = rules.inference_terms(

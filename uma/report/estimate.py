@@ -5,8 +5,9 @@ from typing import Any
 
 from uma.ledger import peak
 from uma.plan.estimate import Estimate
+from uma.report import SCHEMA_VERSION
 from uma.report.ledger import ledger_text
-from uma.report.plan import SCHEMA_VERSION, machine_json
+from uma.report.plan import machine_json
 from uma.units import format_gib
 
 BAR_WIDTH = 40

@@ -6,10 +6,10 @@ from typing import Any
 
 from uma.machine.facts import Machine
 from uma.machine.listed import Listed
+from uma.report import SCHEMA_VERSION
 from uma.report.text import table
 from uma.units import GB, format_gib
 
-SCHEMA_VERSION = 1
 _NOTES_UP_TO = 3  # more machines than that, and their notes would hide them
 
 

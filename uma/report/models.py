@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from uma.catalog.listed import ListedModel
+from uma.report import SCHEMA_VERSION
 from uma.report.text import table
 from uma.units import GB
-
-SCHEMA_VERSION = 1
 
 
 def models_text(found: Sequence[ListedModel]) -> str:

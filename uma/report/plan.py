@@ -6,10 +6,9 @@ from typing import Any
 from uma.checkpoint.source import ModelSource
 from uma.machine import Machine
 from uma.plan.inference import InferencePlan
+from uma.report import SCHEMA_VERSION
 from uma.report.ledger import ledger_text
 from uma.units import format_gib
-
-SCHEMA_VERSION = 1
 
 
 def plan_text(plan: InferencePlan, model_name: str) -> str:

@@ -151,10 +151,5 @@ def _config(
         config["text_config"] = {k: v for k, v in text.items() if k != "quantization_config"}
     if quantization is None:
         return config
-    own = {path: _fields(q) for path, q in shards.formats.items() if q != quantization}
-    return config | {"quantization": _fields(quantization) | own}
-
-
-def _fields(quantization: Quantization) -> dict[str, Any]:
-    q = quantization
-    return {"group_size": q.group_size, "bits": q.bits, "mode": q.mode}
+    own = {path: q.to_config() for path, q in shards.formats.items() if q != quantization}
+    return config | {"quantization": quantization.to_config() | own}

@@ -52,11 +52,6 @@ def form_of(sizes: dict[str, int]) -> str:
 def quantizer(model: nn.Module, quantization: Quantization) -> Convert:
     """Quantize what ``mlx_lm.utils.quantize_model`` (0.32.2) quantizes, and as it does."""
     predicate = getattr(model, "quant_predicate", None)
-    asked = {
-        "bits": quantization.bits,
-        "group_size": quantization.group_size,
-        "mode": quantization.mode,
-    }
 
     def convert(path: str, module: nn.Module) -> nn.Module:
         module = _dense(module, None)
@@ -67,7 +62,9 @@ def quantizer(model: nn.Module, quantization: Quantization) -> Convert:
         verdict = True if predicate is None else predicate(path, module)
         if not verdict:
             return module
-        return _quantized(module, verdict if isinstance(verdict, dict) else asked)
+        return _quantized(
+            module, verdict if isinstance(verdict, dict) else quantization.to_config()
+        )
 
     return convert
 

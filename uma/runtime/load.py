@@ -64,7 +64,7 @@ def load(
     model, config = open_model(folder, trust_remote_code)
     notes = []
     if dtype is not None:
-        _cast(model, dtype)
+        cast_parameters(model, dtype)
     stored = config.get("quantization")
     convert: list[Convert] = []
     if quantization is not None and (stored is None or _stored_form(stored) != quantization):
@@ -131,7 +131,7 @@ def _refusal(folder: Path, text: str) -> UmaError:
     return CheckpointError(f"the model in {folder} cannot be built: {first[:300]}")
 
 
-def _cast(model: nn.Module, dtype: str) -> None:
+def cast_parameters(model: nn.Module, dtype: str) -> None:
     """Cast floating-point parameters lazily, but for those that the module keeps (as convert)."""
     if dtype not in _FLOATS:
         raise UsageError(f"unknown dtype {dtype!r}; allowed: {', '.join(_FLOATS)}")

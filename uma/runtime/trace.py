@@ -24,9 +24,10 @@ from uma.memory.liveness import (
     peak,
 )
 from uma.runtime.cache import quantizable
+from uma.runtime.load import weights_bytes
 from uma.runtime.trace_caches import TokenRecorder, bytes_by_kind, fresh, parts
 from uma.runtime.trace_graph import Call, arrays_of, call_graph, unchanged
-from uma.runtime.trace_model import Format, lazy_model, weights_bytes
+from uma.runtime.trace_model import Format, lazy_model
 from uma.runtime.trace_stand_ins import StandIns, replaced
 from uma.workload import Backend, Inference
 

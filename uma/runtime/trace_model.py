@@ -6,15 +6,14 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map_with_path
 
 from uma.architecture import WRAPPERS, module_of, text_config
 from uma.architecture.defaults import class_defaults
 from uma.architecture.families import NAMES, module_named
 from uma.errors import CheckpointError, UnsupportedModel
 from uma.quantization import Quantization, StoredQuantization
+from uma.runtime.load import cast_parameters
 
 Format = Quantization | StoredQuantization | None
 
@@ -81,7 +80,7 @@ def lazy_model(config: Mapping[str, Any], quantization: Format, dtype: str) -> n
         text = getattr(model, "language_model", model)
         text.tie_word_embeddings = True
         text.pop("lm_head", None)
-    _cast(model, getattr(mx, dtype))
+    cast_parameters(model, dtype)
     if quantization is not None:
         _quantize(model, quantization)
     return model
@@ -113,6 +112,8 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
             "sliding_attention" if (i + 1) % every else "full_attention"
             for i in range(values["num_hidden_layers"])
         ]
+    if module == "dbrx":  # no shape depends on these
+        values["attn_config"] = {"clip_qkv": 8, "rope_theta": 5e5, **values["attn_config"]}
     if module == "deepseek_v2" and not values.get("rope_scaling"):
         values["rope_scaling"] = {"factor": 1, "type": "yarn"}
     return values
@@ -160,17 +161,6 @@ def _module(config: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Cast as ``mlx_lm.convert`` does (mlx-lm 0.32.2, ``convert.py``)."""
-    keeps = getattr(model, "cast_predicate", lambda _: True)
-
-    def cast(name: str, value: mx.array) -> mx.array:
-        floating = mx.issubdtype(value.dtype, mx.floating)
-        return value.astype(dtype) if floating and keeps(name) else value
-
-    model.update(tree_map_with_path(cast, model.parameters()))
-
-
 def _quantize(model: nn.Module, quantization: Quantization | StoredQuantization) -> None:
     """Quantize what ``mlx_lm.utils.quantize_model`` would, or what the file says is quantized."""
     predicate = getattr(model, "quant_predicate", None)
@@ -181,24 +171,11 @@ def _quantize(model: nn.Module, quantization: Quantization | StoredQuantization)
         if isinstance(quantization, StoredQuantization):
             stored = quantization.of(path)
             fits = stored is not None and module.weight.shape[-1] % stored.group_size == 0
-            return _options(stored) if fits and stored is not None else False
+            return stored.to_config() if fits and stored is not None else False
         if module.weight.shape[-1] % quantization.group_size:
             return False
         verdict: bool | dict[str, Any] = True if predicate is None else predicate(path, module)
         return verdict
 
     default = quantization if isinstance(quantization, Quantization) else quantization.default
-    nn.quantize(model, **_options(default), class_predicate=chosen)
-
-
-def _options(quantization: Quantization) -> dict[str, Any]:
-    return {
-        "group_size": quantization.group_size,
-        "bits": quantization.bits,
-        "mode": quantization.mode,
-    }
-
-
-def weights_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters, none of them evaluated."""
-    return sum(value.nbytes for _, value in tree_flatten(model.parameters()))
+    nn.quantize(model, **default.to_config(), class_predicate=chosen)

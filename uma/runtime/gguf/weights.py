@@ -102,19 +102,11 @@ def quantization_config(conversions: Sequence[Conversion]) -> dict[str, Any] | N
     if not formats:
         return None
     ((usual, _),) = Counter(formats.values()).most_common(1)
-    config = _format_fields(usual)
+    config = usual.to_config()
     for module, own in formats.items():
         if own != usual:
-            config[module] = _format_fields(own)
+            config[module] = own.to_config()
     return config
-
-
-def _format_fields(quantization: Quantization) -> dict[str, Any]:
-    return {
-        "group_size": quantization.group_size,
-        "bits": quantization.bits,
-        "mode": quantization.mode,
-    }
 
 
 def rotary_tables(header: GGUFHeader) -> dict[str, list[float]]:
