@@ -8,14 +8,25 @@ answers to the plain name, kept in uma's cache, closes the gap.
 """
 
 import ctypes
+import hashlib
 import os
 import struct
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 _GFORTRAN = "libgfortran.so.5"
 _OPENBLAS = "libopenblas.so.0"
+_TRIAL = """
+import ctypes, sys
+for path in sys.argv[1:]:
+    blas = ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
+n, one = 64, ctypes.c_float(1)
+a, b, c = ((ctypes.c_float * (n * n))(*[value] * (n * n)) for value in (1, 2, 0))
+blas.cblas_sgemm(101, 111, 112, n, n, n, one, a, n, b, n, one, c, n)
+sys.exit(c[n * n - 1] != 2 * n)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,7 @@ def prepare_cpu(cache_folder: Path) -> Blas:
             _load(library, cache_folder)
         if "OPENBLAS_NUM_THREADS" not in os.environ:
             ctypes.CDLL(None).openblas_set_num_threads(physical_cores())
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, subprocess.TimeoutExpired) as error:
         where = "not installed" if library is None else f"not loaded ({error})"
         return _reference(f"OpenBLAS is {where}")
     return _in_force() or _reference("the OpenBLAS found lacks cblas_sgemm")
@@ -91,20 +102,49 @@ def _installed() -> Path | None:
 
 
 def _load(library: Path, cache_folder: Path) -> None:
+    libraries = [*_fortran(library, cache_folder), library]
+    # cmeel-openblas is built for one processor (0.3.31: Skylake-X, which has AVX-512); on an
+    # older one its instructions would end the process.
+    if not _known_to_run(libraries, cache_folder):
+        raise OSError("cmeel-openblas does not run on this processor")
+    for path in libraries:
+        ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+
+
+def _fortran(library: Path, cache_folder: Path) -> list[Path]:
+    """The libraries to load before ``library``: none where the system has Fortran's."""
     try:
-        ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
-        return
-    except OSError as error:
-        if _GFORTRAN not in str(error):
-            raise
-    carried = library.parents[2] / "mlx_cpu.libs"
-    for quadmath in carried.glob("libquadmath*.so*"):
-        ctypes.CDLL(str(quadmath), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(_GFORTRAN, ctypes.RTLD_GLOBAL)
+        return []
+    except OSError:
+        carried = library.parents[2] / "mlx_cpu.libs"
     gfortran = next(carried.glob("libgfortran*.so*"), None)
     if gfortran is None:
         raise OSError(f"{_GFORTRAN} is neither on the system nor in {carried}")
-    ctypes.CDLL(str(_under_plain_name(gfortran, cache_folder)), ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    return [*carried.glob("libquadmath*.so*"), _under_plain_name(gfortran, cache_folder)]
+
+
+def _known_to_run(libraries: list[Path], cache_folder: Path) -> bool:
+    """Whether they run here, which is tried once for each library and processor."""
+    status = libraries[-1].stat()
+    asked = f"{status.st_size}-{status.st_mtime_ns} {_processor()}".encode()
+    known = cache_folder / "blas" / f"runs-{hashlib.sha256(asked).hexdigest()[:16]}"
+    if not known.is_file() and runs_here(libraries):
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.touch()
+    return known.is_file()
+
+
+def _processor() -> str:
+    """The instruction sets of the first processor as Linux lists them."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def runs_here(libraries: list[Path]) -> bool:
+    """Whether another process can load the libraries and multiply two matrices with the last."""
+    command = [sys.executable, "-I", "-S", "-c", _TRIAL, *map(str, libraries)]
+    return subprocess.run(command, capture_output=True, check=False, timeout=60).returncode == 0
 
 
 def _under_plain_name(library: Path, cache_folder: Path) -> Path:

@@ -24,7 +24,7 @@ from uma.runtime.cache import (
 )
 from uma.runtime.interrupt import Torn, interruptible
 from uma.runtime.load import LoadedModel
-from uma.runtime.threads import decode_threads, prefill_threads, thread_setter
+from uma.runtime.threads import set_faster_threads
 from uma.workload import DEFAULT_PREFILL_STEP_SIZE
 
 Phase = Literal["prefill", "decode", "end"]
@@ -108,7 +108,7 @@ def generate(
     if settings.sampling.seed is not None:
         mx.random.seed(settings.sampling.seed)
     with interruptible() as interrupted, _tidy(run):
-        pace = _fast_threads()
+        _use_faster_threads()
         mx.clear_cache()
         notify("prefill")
 
@@ -123,7 +123,6 @@ def generate(
             for token, logprobs, from_draft in steps:
                 if not answer.tokens:
                     notify("decode")
-                next(pace)
                 yield from run.add(token, logprobs, from_draft)
                 if answer.finish_reason is not None:
                     break
@@ -134,12 +133,10 @@ def generate(
     yield Piece(stats=run.stats())
 
 
-def _fast_threads() -> Iterator[None]:
-    """Set OpenBLAS's threads for prefill; what it returns is advanced with every token."""
+def _use_faster_threads() -> None:
     x, w = mx.ones((64, 1024)), mx.ones((1024, 1024))
     mx.eval(x, w)
-    set_threads = thread_setter()
-    return decode_threads(set_threads, prefill_threads(set_threads, lambda: mx.eval(x @ w.T)))
+    set_faster_threads(lambda: mx.eval(x @ w.T))
 
 
 def generation_limit(prompt_tokens: int, context_tokens: int, max_tokens: int | None) -> int:

@@ -2,20 +2,19 @@
 
 Its threads wait for each other in a loop. On 2 cores that other programs use as well, a prompt of
 200 tokens ran at 8 tokens/s with two threads and at 134 with one (SmolLM2-135M in float32); on
-idle cores two are faster. So it is measured: before each prompt, and with its first tokens.
+idle cores two are faster. So it is measured before each prompt. Decode is indifferent: its small
+products (``uma.runtime.forms``) run on one thread whatever the number.
 """
 
 import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from uma.runtime.blas import physical_cores
 
 TRIES = 4
-TOKENS = 3
-WORTH = 0.9  # more threads take the cores from others: they must be worth it
 
 SetThreads = Callable[[int], object]
 
@@ -41,35 +40,10 @@ def faster_threads(set_threads: SetThreads, cores: int, product: Callable[[], ob
     return min(slowest, key=slowest.__getitem__)
 
 
-def prefill_threads(set_threads: SetThreads | None, product: Callable[[], object]) -> int:
-    """The number that is faster for ``product``, a product like those of prefill, now set."""
-    if set_threads is None:
-        return 1
-    chosen = faster_threads(set_threads, physical_cores(), product)
-    set_threads(chosen)
-    return chosen
-
-
-def decode_threads(
-    set_threads: SetThreads | None, most: int, clock: Callable[[], float] = time.perf_counter
-) -> Iterator[None]:
-    """Advance it with every token: after the first few it has set the faster number for the rest.
-
-    Nothing but decode itself tells: its matrices come from memory, and one core alone may use up
-    what that gives.
-    """
-    if set_threads is not None and most > 1:
-        seconds = {}
-        for threads in (most, 1):
-            set_threads(threads)
-            yield  # the next token is already on its way
-            start = clock()
-            for _ in range(TOKENS):
-                yield
-            seconds[threads] = clock() - start
-        set_threads(most if seconds[most] < WORTH * seconds[1] else 1)
-    while True:
-        yield
+def set_faster_threads(product: Callable[[], object]) -> None:
+    """Let OpenBLAS, if it is there, take the number that is faster for ``product``."""
+    if (set_threads := thread_setter()) is not None:
+        set_threads(faster_threads(set_threads, physical_cores(), product))
 
 
 def _seconds(run: Callable[[], object]) -> float:
