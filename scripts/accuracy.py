@@ -1,7 +1,7 @@
 """Score the estimator on measured rows, and say how far off it is.
 
     python scripts/accuracy.py [--inference FILE.csv] [--training FILE.csv] [--sizes FILE.csv]
-                               [--rows] [--json]
+                               [--rows] [--sources] [--json]
 
 Files have the columns of ``uma/data/truth/*.csv``, which are taken where no file is named. Like is
 compared with like: rows are put into fixed groups by program and by what was measured, and a row
@@ -17,8 +17,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from scoring import fits, memory, sizes  # noqa: E402
-from scoring.rows import ENGINE, read_rows  # noqa: E402
+from scoring import fits, memory, sizes, speed  # noqa: E402
+from scoring import training as training_rows  # noqa: E402
+from scoring.rows import read_rows  # noqa: E402
 from scoring.summary import Group  # noqa: E402
 
 TRUTH = ROOT / "uma/data/truth"
@@ -32,6 +33,8 @@ def main() -> None:
         print(json.dumps({"schema_version": 1, "groups": found}, indent=2))
         return
     print(table(found))
+    if options.sources:
+        print(f"\n{sources(found)}")
     if options.rows:
         for name, group in found.items():
             print(
@@ -45,6 +48,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--training", type=Path, help="measured training memory")
     parser.add_argument("--sizes", type=Path, help="published sizes of repositories")
     parser.add_argument("--rows", action="store_true", help="list every row by its id")
+    parser.add_argument("--sources", action="store_true", help="errors by source, and without it")
     parser.add_argument("--json", action="store_true", help="one document on stdout")
     options = parser.parse_args()
     if not (options.inference or options.training or options.sizes):
@@ -61,10 +65,9 @@ def scored(
     groups: dict[str, Group] = {}
     if inference is not None:
         rows = read_rows(inference)
-        groups |= memory.score(rows) | fits.score(rows)
+        groups |= memory.score(rows) | fits.score(rows) | speed.score(rows)
     if training is not None:
-        group = groups["training"] = Group("training", "", "peak")
-        group.skipped = {row["record_id"]: ENGINE for row in read_rows(training)}
+        groups |= training_rows.score(read_rows(training))
     if repositories is not None:
         groups |= sizes.score(read_rows(repositories))
     return groups
@@ -89,6 +92,23 @@ def table(groups: dict[str, dict[str, Any]]) -> str:
             )
             lines.append(f"\n{name}: {counts}")
     return "\n".join(lines)
+
+
+def sources(groups: dict[str, dict[str, Any]]) -> str:
+    """Each group's errors by who published the rows, and what is left without them."""
+    lines = [
+        "| group | source | scored | median | p90 | median without it | p90 without it |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, group in groups.items():
+        for source, own in group.get("by_source", {}).items():
+            told = [part[key] for part in (own, own["without_it"]) for key in ERRORS]
+            shown = ["" if error is None else f"{error:.2%}" for error in told]
+            lines.append("| " + " | ".join([name, source, str(own["scored"]), *shown]) + " |")
+    return "\n".join(lines)
+
+
+ERRORS = ("median_abs_error", "p90_abs_error")
 
 
 def _line(name: str, group: dict[str, Any]) -> str:

@@ -75,7 +75,7 @@ def test_no_file_means_no_settings(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("contxt = 1", "unknown setting 'contxt'; known: budget, context"),
-        ("context = [1]", "context must be text, a number, true or false"),
+        ("context = [[1]]", "context must be text, a number, true or false"),
         ("context = ", "config.toml"),
         ("[run]\ncontext = 1", "unknown setting 'run'"),
         ("\xff", "config.toml"),
@@ -115,3 +115,23 @@ def test_a_folder_may_be_named_from_home(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     monkeypatch.setenv("UMA_CACHE_DIR", "~/models")
     assert cache_folder() == tmp_path / "models"
+
+
+def test_an_option_that_may_be_given_often_takes_a_list(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('stop = ["a", "b"]\n')
+    assert read_config(tmp_path / "config.toml", ["stop"]) == {"stop": ["a", "b"]}
+
+
+def test_an_option_that_is_given_once_takes_no_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UMA_CONFIG_DIR", str(tmp_path))
+    (tmp_path / "config.toml").write_text("context = [1, 2]\n")
+    assert main(["run", "llama-3-8b", "--dry-run"]) == 2
+    assert "context takes one value" in capsys.readouterr().err
+
+
+def test_a_file_nested_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("a = " + "[" * 100_000)
+    with pytest.raises(UsageError, match="correct the file"):
+        read_config(tmp_path / "config.toml", KNOWN)

@@ -1,5 +1,6 @@
 """All terms of mlx-lm's inference, against mlx-lm's own classes under MLX's memory counters."""
 
+import inspect
 import json
 from dataclasses import replace
 from functools import cache
@@ -7,9 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from mlx_lm.generate import BatchGenerator
 
 from uma.architecture import architecture_from_config
-from uma.architecture.layers import Architecture, Recurrent
+from uma.architecture.layers import Architecture, Experts, Recurrent
 from uma.engines.mlx import (
     draft_terms,
     inference_terms,
@@ -18,6 +20,8 @@ from uma.engines.mlx import (
     notes,
 )
 from uma.ledger import peak, phase_totals
+from uma.memory.activations import Call
+from uma.memory.metal_activations import layer_tape
 from uma.memory.term import MemoryTerm
 from uma.memory.weights import weight_bytes
 from uma.quantization import Quantization
@@ -187,6 +191,40 @@ def test_a_smaller_prefill_step_never_needs_more(name: str) -> None:
     assert cpu == sorted(cpu)
     metal = [peak_bytes(name, Inference(16384, prefill_step_size=s)) for s in steps]
     assert all(b >= 0.9 * a for a, b in pairwise(metal))
+
+
+def test_biases_of_experts_are_gathered_for_every_row_on_metal() -> None:
+    """Of gpt-oss: up, gate and down have one each (mlx-lm, ``switch_layers.py``)."""
+    architecture = architecture_of("openai__gpt-oss-20b")
+    layer, call = architecture.layers[0], Call(tokens=512, cached_tokens=0)
+    experts = tuple(p for p in layer.parameters if not p.name.endswith("proj.bias"))
+    assert len(experts) < len(layer.parameters)
+    with_biases, without = (
+        sum(size for _, size, _ in layer_tape(one, architecture.hidden_size, call, 0.16))
+        for one in (layer, replace(layer, parameters=experts))
+    )
+    (part,) = layer.feed_forward
+    assert isinstance(part, Experts)
+    row = 2 * part.moe_intermediate_size + architecture.hidden_size
+    assert with_biases - without == 512 * part.num_experts_per_tok * row * 2
+
+
+def test_of_a_batch_so_many_prompts_run_together_as_mlx_lms_generator_takes() -> None:
+    together = inspect.signature(BatchGenerator).parameters["prefill_batch_size"].default
+    architecture = architecture_of("Qwen__Qwen3-4B")
+    weights = weight_bytes(architecture, Quantization(4))
+    asked = Inference(context_tokens=4096, prompt_tokens=2049, batch_size=4 * together)
+
+    def prefill(workload: Inference) -> dict[str, int]:
+        terms = inference_terms(architecture, weights, workload)
+        return {term.name: term.size_bytes for term in terms if term.phase == "prefill"}
+
+    all_at_once = prefill(asked)
+    in_turn = prefill(replace(asked, prefill_batch_size=together))
+    fewer = prefill(replace(asked, batch_size=together))
+    assert in_turn["kv_cache"] == all_at_once["kv_cache"] == 4 * fewer["kv_cache"]
+    assert in_turn["activations"] == fewer["activations"] < all_at_once["activations"]
+    assert prefill(replace(asked, prefill_batch_size=999)) == all_at_once
 
 
 def test_the_largest_buffer_is_a_matrix_until_scores_outgrow_it() -> None:

@@ -131,6 +131,27 @@ def test_qwen_2_5_peaks_as_its_makers_measured(
     )
 
 
+@pytest.mark.parametrize(
+    ("quant", "prompt", "num_devices", "measured"),
+    [  # the same pages: the sum of the peaks of each card
+        ("bf16", 6144, 2, 140.00),
+        ("bf16", 14336, 3, 149.14),
+        ("bf16", 30720, 3, 164.79),
+        ("gptq-int8", 30720, 2, 94.75),
+        ("awq", 30720, 2, 61.64),
+    ],
+)
+def test_layers_split_over_cards_need_their_temporaries_on_each(
+    quant: str, prompt: int, num_devices: int, measured: float
+) -> None:
+    settings = engine.settings_of(
+        "4.46.0",
+        engine.Settings(attn_implementation="flash_attention_2", num_devices=num_devices),
+    )
+    found = _allocated("Qwen__Qwen2.5-72B-Instruct", quant, prompt, settings)
+    assert found == pytest.approx(measured * GIB, rel=0.01)
+
+
 def test_version_4_38_keeps_logits_of_the_whole_prompt_in_two_widths() -> None:
     """27.61 GiB for 30,720 tokens of Qwen2-0.5B, shaped as Qwen2.5-0.5B: the same pages."""
     settings = engine.settings_of(
@@ -145,6 +166,29 @@ def _allocated(name: str, quant: str, prompt: int, settings: engine.Settings) ->
     workload = Inference(prompt + 2048, prompt)
     terms = engine.inference_terms(model, engine.weights_term(model, quant), workload, settings)
     return peak(t for t in terms if t.name not in ("runtime_context", "buffer_pool"))[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "measured"),
+    [  # GiB at a prompt of one token, in two decimals: QwenLM's speed benchmark pages
+        ("Qwen__Qwen2.5-0.5B-Instruct", "4.46.0", 0.68),
+        ("Qwen__Qwen2.5-0.5B-Instruct", "4.38.2", 0.68),  # Qwen2's, of the same shapes
+        ("Qwen__Qwen2.5-1.5B-Instruct", "4.46.0", 1.51),
+        ("Qwen__Qwen2.5-3B-Instruct", "4.46.0", 2.50),
+    ],
+)
+def test_a_checkpoint_with_a_head_of_its_own_peaks_while_it_is_loaded(
+    name: str, version: str, measured: float
+) -> None:
+    settings = engine.settings_of(version, engine.Settings(own_head=True))
+    allocated = _allocated(name, "awq", 1, settings)
+    assert allocated == pytest.approx(measured * GIB, rel=0.01)
+    tied_in_the_file = _allocated(name, "awq", 1, replace(settings, own_head=False))
+    assert tied_in_the_file < 0.97 * allocated
+    untied = "meta-llama__Meta-Llama-3-8B-Instruct"
+    assert _allocated(untied, "awq", 1, settings) == _allocated(
+        untied, "awq", 1, replace(settings, own_head=False)
+    )
 
 
 def test_bitsandbytes_leaves_fused_experts_in_sixteen_bits() -> None:

@@ -27,6 +27,16 @@ from uma.errors import UmaError, UnknownName
         ("unsloth/Llama-3.2-3B-Instruct-bnb-4bit", "meta-llama/Llama-3.2-3B-Instruct"),
         ("Qwen/Qwen2-7B-Instruct-AWQ", "Qwen/Qwen2.5-7B-Instruct"),
         ("Qwen2.5-Coder-14B", "Qwen/Qwen2.5-14B-Instruct"),
+        ("THUDM/glm-4-9b-chat", "zai-org/glm-4-9b-chat-hf"),  # not GLM-4-9B-0414
+        ("mlx-community/Qwen2-VL-7B-Instruct-8bit", "Qwen/Qwen2-VL-7B-Instruct"),
+        ("Qwen/Qwen2-57B-A14B-Instruct-GPTQ-Int4", "Qwen/Qwen2-57B-A14B-Instruct"),
+        ("Qwen1.5-MoE-A2.7B", "Qwen/Qwen1.5-MoE-A2.7B-Chat"),
+        ("dolphin-2.9-llama3-8b-Q5_K_M.gguf", "meta-llama/Meta-Llama-3-8B-Instruct"),
+        ("CodeLlama 7B", "codellama/CodeLlama-7b-Instruct-hf"),
+        ("mlx-community/gemma-3n-E4B-it-lm-4bit", "google/gemma-3n-E4B-it"),
+        ("llama4:scout", "meta-llama/Llama-4-Scout-17B-16E-Instruct"),
+        ("nvidia/Llama-3.3-70B-Instruct-FP4", "meta-llama/Llama-3.3-70B-Instruct"),
+        ("TheBloke/CodeLlama-34B-Instruct-GPTQ", "codellama/CodeLlama-34b-Instruct-hf"),
     ],
 )
 def test_a_free_name_means_the_model_whose_shapes_it_has(name: str, hf_id: str) -> None:
@@ -41,13 +51,11 @@ def test_a_free_name_means_the_model_whose_shapes_it_has(name: str, hf_id: str) 
         "llama3",
         "DeepSeek V3 class (671B, exact repo not stated)",
         "devstral-small-2:24b / mistral-small3.2:24b",
-        "THUDM/glm-4-9b-chat",  # not GLM-4-9B-0414
-        "Qwen2-VL-7B-Instruct",  # has a tower, and other layers than Qwen2-7B
         "Qwen3-Embedding-8B",
-        "Qwen1.5-MoE-A2.7B",
+        "Qwen2-Audio-7B-Instruct",  # has layers of its own
+        "Qwen1.5-MoE-A14B",
+        "Yi-1.5-34B-Chat-16K-merged",
         "Mistral-Small-2506",
-        "Llama-3-8B-Instruct-Gradient-1048k",
-        "TinyLlama-1.1B-intermediate-step-1431k-3T",
         "7B model",
     ],
 )
@@ -84,7 +92,8 @@ def test_repositories_of_the_catalog_mean_the_model_that_they_were_made_from() -
         ("GPTQ 4-bit 128g", "gptq", "gptq 4-bit", 4, 128),
         ("Qwen2.5-7B-Instruct-GPTQ-Int8", "gptq", "gptq-int8", 8, None),
         ("AWQ int4 GEMM", "awq", "awq int4", 4, None),
-        ("gpt-oss-20b-MXFP4-Q8", "mxfp4-q8", "mxfp4-q8", None, None),
+        ("gpt-oss-20b-MXFP4-Q8", "mxfp4-q", "mxfp4-q8", 8, None),
+        ("gpt-oss-120b-MXFP4-Q4", "mxfp4-q", "mxfp4-q4", 4, None),
         ("GLM-5-8bit-MXFP8", "mxfp8", "8bit-mxfp8", None, None),
         ("Nemotron-3-Nano-30B-A3B-NVFP4", "nvfp4", "nvfp4", None, None),
         ("llama 13B Q4_K - Medium", "gguf", "Q4_K_M", None, None),
@@ -97,6 +106,11 @@ def test_repositories_of_the_catalog_mean_the_model_that_they_were_made_from() -
         ("Qwen3-8B-FP8", "fp8", "fp8", None, None),
         ("Qwen3-30B-A3B-UD-Q4_K_XL.gguf", "mixed", "ud-q4_k_xl", None, None),
         ("Kimi-K2.6-mlx-DQ3_K_M-q8", "mixed", "dq3_k_m-q8", None, None),
+        ("gemma-4-31B-it-qat-q4_0-unquantized", "float", "bfloat16", None, None),
+        ("Llama-3.3-70B-Instruct-FP4", "nvfp4", "fp4", None, None),
+        ("Qwen3.8-27B-AWQ-8bit", "awq", "awq-8bit", 8, None),
+        ("Llama-3.2-1B-Instruct-unsloth-bnb-4bit", "mixed", "unsloth-bnb-4bit", None, None),
+        ("Qwen3.6-27B-int4-AutoRound", "mixed", "int4-autoround", None, None),
         ("Qwen3.6-35B-A3B-tq3-g32", "mixed", "tq3", None, 32),
     ],
 )

@@ -12,7 +12,7 @@ from fakehub import COMMIT, serving
 from safetensors.numpy import save_file
 from test_gguf_header import written
 
-from uma.checkpoint import hub, source
+from uma.checkpoint import hub, hub_cache, source
 from uma.checkpoint.safetensors import read_header
 from uma.errors import CheckpointError, HubError, StorageError
 
@@ -78,7 +78,7 @@ def test_only_safe_files_of_the_top_folder_are_wanted(server):
 
 
 def test_a_download_lands_in_the_hubs_cache_and_is_found_there_again(server, remote):
-    assert hub.cached_snapshot("org/tiny") is None
+    assert hub_cache.cached_snapshot("org/tiny") is None
     seen = []
     folder = hub.download(hub.repository("org/tiny"), progress=lambda *counts: seen.append(counts))
     assert (folder / "config.json").read_bytes() == (remote / "config.json").read_bytes()
@@ -86,7 +86,7 @@ def test_a_download_lands_in_the_hubs_cache_and_is_found_there_again(server, rem
     assert not (folder / "pytorch_model.bin").exists()
     total = sum(file.size_bytes for file in hub.repository("org/tiny").select())
     assert seen[-1] == (total, total)
-    assert hub.cached_snapshot("org/tiny") == folder
+    assert hub_cache.cached_snapshot("org/tiny") == folder
     assert hub.missing_bytes(hub.repository("org/tiny"), hub.repository("org/tiny").select()) == 0
 
 
@@ -94,7 +94,7 @@ def test_the_cache_is_where_huggingface_hub_keeps_it(home):
     from huggingface_hub import constants
 
     home_of_theirs = constants.HF_HOME
-    assert str(hub.cache_folder()) == constants.HF_HUB_CACHE.replace(home_of_theirs, str(home))
+    assert str(hub_cache.cache_folder()) == constants.HF_HUB_CACHE.replace(home_of_theirs, str(home))
 
 
 def test_headers_are_read_from_ranges_without_the_weights(server, remote):

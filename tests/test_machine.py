@@ -29,7 +29,7 @@ from uma.plan.limits import (
 from uma.system.darwin import Readings
 from uma.units import GB, GIB, MB, MIB
 
-MACOS = Path(__file__).parent / "fixtures" / "machine" / "macos"
+MACOS = Path(__file__).parent / "data" / "measure" / "macos"
 SIZES_GIB = (8, 16, 18, 24, 32, 36, 48, 64, 96, 128, 192, 256, 512)
 
 # (weights, peak) in bytes. The 14B row: Qwen3-14B, 14,768,307,200 parameters at 4.5 bits, a cache

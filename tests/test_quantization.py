@@ -137,3 +137,26 @@ def test_a_format_that_mlx_lm_cannot_load_is_refused() -> None:
 def test_bits_per_weight_of_affine_4_64_are_four_and_a_half() -> None:
     shape = (128, 512)
     assert Quantization(4, 64).matrix_bytes(shape) * 8 / prod(shape) == 4.5
+
+
+def test_modules_that_a_regular_expression_names_stay_in_full_precision() -> None:
+    """compressed-tensors writes them with ``re:``, for the names of the published model."""
+    stored = quantization_of_config(
+        {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "ignore": [
+                    "lm_head",
+                    "re:.*self_attn.*",
+                    "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+                ],
+            }
+        }
+    )
+    assert stored is not None
+    kept = ("lm_head", "model.layers.3.self_attn.o_proj", "model.layers.0.mlp.down_proj")
+    assert [stored.of(name) for name in (*kept, "model.embed_tokens")] == [None] * 4
+    experts = stored.of("model.layers.3.mlp.switch_mlp.down_proj")
+    assert experts is not None
+    assert experts.bits == 4

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from uma.system import darwin
+from uma.system.darwin_process import decode_rusage
 from uma.system.working_set import largest_buffer_bytes, working_set_range
 from uma.units import GIB, MIB
 
-MACOS = Path(__file__).parent / "fixtures" / "machine" / "macos"
+MACOS = Path(__file__).parent / "data" / "measure" / "macos"
 PAIRS = Path(__file__).parent.parent / "uma" / "data" / "working_set.csv"
 
 
@@ -158,8 +159,7 @@ def test_footprint_and_its_peak_lie_where_the_kernel_puts_them() -> None:
     fields |= {"phys_footprint": now, "lifetime_max_phys_footprint": now + 4096}
     structure = bytes(16) + struct.pack(f"<{len(fields)}Q", *fields.values())
     assert len(structure) == 296
-    assert darwin.footprint(structure) == (now, now + 4096)
-    assert darwin.footprint(structure[:160]) == (now, None)
-    assert darwin.footprint(structure[:96]) == (now, None)
-    with pytest.raises(ValueError, match="95 bytes"):
-        darwin.footprint(structure[:95])
+    for length, peak in ((296, now + 4096), (160, None), (96, None)):
+        usage = decode_rusage(structure[:length])
+        assert (usage["footprint"], usage["footprint_peak"]) == (now, peak)
+    assert decode_rusage(structure[:79])["footprint"] is None

@@ -10,7 +10,7 @@ from uma.machine import linux_of
 from uma.system import linux, nvidia
 from uma.units import GIB, MIB
 
-LINUX = Path(__file__).parent / "fixtures" / "machine" / "linux"
+LINUX = Path(__file__).parent / "data" / "measure" / "linux"
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 

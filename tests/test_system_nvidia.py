@@ -15,7 +15,7 @@ from uma.system import nvidia
 from uma.system.linux import Readings
 from uma.units import GIB, MIB
 
-LINUX = Path(__file__).parent / "fixtures" / "machine" / "linux"
+LINUX = Path(__file__).parent / "data" / "measure" / "linux"
 CARDS = (LINUX / "nvidia_smi_cards.csv").read_text()
 NEEDS = {"sh": shutil.which("sh"), "cc": shutil.which("cc")}
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the library's name is Linux's")
@@ -103,20 +103,32 @@ int nvmlDeviceGetMemoryInfo_v2(void *h, v2 *m) {
 #endif
 int nvmlDeviceGetMaxPcieLinkGeneration(void *h, unsigned *n) { *n = 5; return 0; }
 int nvmlDeviceGetMaxPcieLinkWidth(void *h, unsigned *n) { *n = 16; return 0; }
+typedef struct { unsigned gpu, memory; } rates;
+int nvmlDeviceGetUtilizationRates(void *h, rates *r) {
+  r->gpu = BUSY; return BUSY < 0 ? 3 : 0; }
+int nvmlDeviceGetPowerUsage(void *h, unsigned *n) { *n = 11170; return BUSY < 0 ? 3 : 0; }
+typedef struct { unsigned pid; unsigned long long used; unsigned instance, compute; } process;
+int nvmlDeviceGetComputeRunningProcesses_v3(void *h, unsigned *n, process *p) {
+  if (*n < 2) { *n = 2; return 7; }
+  process two[] = {{4242, 5ULL << 30, 0, 0}, {4343, ~0ULL, 0, 0}};
+  memcpy(p, two, sizeof two); *n = 2; return 0; }
 """
 
 
 def through_nvml(folder: Path, **facts: object) -> str:
     """What ``read_cards`` returns in a process that finds such a library, and no working tool."""
     pytest.importorskip("pynvml")
-    defines = {"RESULT": 0, "USED": "0ULL", "RESERVED": "0ULL", **facts}
+    defines = {"RESULT": 0, "USED": "0ULL", "RESERVED": "0ULL", "BUSY": -1, **facts}
     smi(folder, "exit 9")
     source = folder / "nvml.c"
     source.write_text(LIBRARY)
     flags = [f"-D{name}={value}" for name, value in defines.items()]
     target = folder / "libnvidia-ml.so.1"
     subprocess.run([NEEDS["cc"], "-shared", "-fPIC", *flags, "-o", target, source], check=True)
-    program = "from uma.system.nvidia import read_cards; print(read_cards())"
+    program = (
+        "import pynvml; from uma.system.nvidia import process_bytes, read_cards; "
+        "print(read_cards()); pynvml.nvmlInit(); print(process_bytes(pynvml))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=Path(__file__).parent.parent,
@@ -138,7 +150,16 @@ def test_the_library_tells_what_the_tool_told_on_the_same_card(tmp_path: Path) -
         RESERVED=f"{479 * MIB}ULL",
     )
     (line,) = [line for line in CARDS.splitlines() if "H100" in line and "Disabled" in line]
-    assert told == str(nvidia.parse_cards(line))
+    assert told.splitlines()[0] == str(nvidia.parse_cards(line))
+
+
+@on_linux
+@pytest.mark.skipif(NEEDS["cc"] is None, reason="needs a C compiler")
+def test_the_library_tells_who_holds_what_and_how_busy_the_card_is(tmp_path: Path) -> None:
+    told = through_nvml(tmp_path, NAME='"NVIDIA GB10"', TOTAL="0ULL", RESULT=3, BUSY=37)
+    cards, processes = told.splitlines()
+    assert "busy_percent=37.0, power_w=11.17" in cards
+    assert processes == str({4242: 5 * GIB})  # the other one's size is "not available"
 
 
 @on_linux

@@ -10,7 +10,7 @@ from pathlib import Path
 from uma.errors import UsageError
 
 
-def read_config(path: Path, known: Collection[str]) -> dict[str, str]:
+def read_config(path: Path, known: Collection[str]) -> dict[str, str | list[str]]:
     """The settings of a ``config.toml`` as text, by name with underscores; none without a file.
 
     ``known`` are the names that may occur, with dashes; both spellings are read.
@@ -26,15 +26,22 @@ def read_config(path: Path, known: Collection[str]) -> dict[str, str]:
     try:
         with path.open("rb") as file:
             rows = tomllib.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: {error}; correct the file or remove it") from None
-    settings: dict[str, str] = {}
+    settings: dict[str, str | list[str]] = {}
     for key, value in rows.items():
         name = key.replace("_", "-")
         if name not in known:
             raise UsageError(f"{path}: unknown setting {key!r}; known: {', '.join(sorted(known))}")
-        if not isinstance(value, str | int | float):
+        texts = [_text(one) for one in (value if isinstance(value, list) else [value])]
+        if None in texts:
             raise UsageError(f"{path}: {key} must be text, a number, true or false, got {value!r}")
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        settings[name.replace("-", "_")] = text
+        found = [text for text in texts if text is not None]
+        settings[name.replace("-", "_")] = found if isinstance(value, list) else found[0]
     return settings
+
+
+def _text(value: object) -> str | None:
+    if not isinstance(value, str | int | float):
+        return None
+    return str(value).lower() if isinstance(value, bool) else str(value)

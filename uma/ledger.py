@@ -1,9 +1,10 @@
 """The ledger: memory terms by phase, predicted before and measured after."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
+from uma.frozen import dataclass
 from uma.memory.term import MemoryTerm, Phase
 
 Verdict = Literal["fits", "tight", "exceeds", "unknown"]

@@ -5,6 +5,7 @@
 """
 
 import os
+import sys
 from pathlib import Path
 
 
@@ -28,7 +29,14 @@ def records_folder() -> Path:
 
 
 def config_folder() -> Path:
-    """Where ``config.toml`` is looked for."""
+    """Where ``config.toml`` is looked for.
+
+    Every command looks there, so on Linux the rule stands here: importing ``platformdirs`` takes
+    longer than reading the file.
+    """
+    if sys.platform == "linux":
+        home = os.environ.get("XDG_CONFIG_HOME", "").strip() or os.path.expanduser("~/.config")
+        return _folder("UMA_CONFIG_DIR", Path(home, "uma"))
     import platformdirs
 
     return _folder("UMA_CONFIG_DIR", platformdirs.user_config_path("uma", appauthor=False))

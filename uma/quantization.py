@@ -1,12 +1,14 @@
 """Number formats of weights, and the bytes of a matrix stored in each."""
 
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from fnmatch import fnmatch
 from math import prod
 from typing import Any
 
-from uma.errors import UnsupportedModel, UsageError
+from uma.errors import CheckpointError, UnsupportedModel, UsageError
+from uma.frozen import dataclass
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 
@@ -105,11 +107,22 @@ class StoredQuantization:
         """The format of the module ``name``, a path without ``.weight``."""
         if name in self.overrides:
             return self.overrides[name]
-        if any(fnmatch(name, pattern) for pattern in self.skipped):
+        if any(_matches(name, pattern) for pattern in self.skipped):
             return None
         if self.only and not any(fnmatch(name, pattern) for pattern in self.only):
             return None
         return self.default
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a module is meant by a pattern, or by a regular expression that begins with ``re:``.
+
+    compressed-tensors matches the latter against the names of the published model, in which each
+    expert is a module.
+    """
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name.replace("switch_mlp.", "experts.0.")) is not None
+    return fnmatch(name, pattern)
 
 
 def quantization_of_config(config: Mapping[str, Any]) -> StoredQuantization | None:
@@ -122,10 +135,13 @@ def quantization_of_config(config: Mapping[str, Any]) -> StoredQuantization | No
 
     Raises:
         UnsupportedModel: If mlx-lm cannot load the format.
+        CheckpointError: If MLX has none of those bits.
     """
     stored = config.get("quantization")
     if isinstance(stored, Mapping):
         return _mlx_quantization(stored)
+    if stored is not None:
+        raise CheckpointError(f"config.json has quantization {stored!r}, which is no format")
     nested = config.get("text_config")
     foreign = config.get("quantization_config")
     if foreign is None and isinstance(nested, Mapping):
@@ -145,8 +161,13 @@ def _mlx_quantization(stored: Mapping[str, Any]) -> StoredQuantization:
 
 def _quantization(values: Mapping[str, Any]) -> Quantization:
     mode = values.get("mode", "affine")
-    (group_size, bits), _, _ = MODES.get(mode, MODES["affine"])
-    return Quantization(values.get("bits", bits), values.get("group_size", group_size), mode)
+    (group_size, bits), widths, _ = MODES.get(mode, MODES["affine"])
+    found = Quantization(values.get("bits", bits), values.get("group_size", group_size), mode)
+    if mode not in MODES or found.bits not in widths or type(found.group_size) is not int:
+        raise CheckpointError(f"config.json has quantization {found}, which MLX does not have")
+    if found.group_size < 1:
+        raise CheckpointError(f"config.json has quantization {found}, whose groups are empty")
+    return found
 
 
 def _foreign_quantization(foreign: Mapping[str, Any]) -> StoredQuantization | None:
@@ -168,7 +189,7 @@ def _foreign_quantization(foreign: Mapping[str, Any]) -> StoredQuantization | No
         group_size = settings.get("group_size", 16)
         return StoredQuantization(Quantization(4, group_size, "nvfp4"), skipped=skipped)
     if method == "compressed-tensors" and foreign.get("format") in PACKED:
-        return StoredQuantization(PACKED[foreign["format"]], skipped=skipped)
+        return StoredQuantization(PACKED[foreign["format"]], skipped=(*skipped, "*embed_tokens"))
     if method in ("awq", "gptq") and foreign.get("bits", 4) == 4:
         group_size = foreign.get("group_size", 128)
         return StoredQuantization(
@@ -192,7 +213,11 @@ def _skipped(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Modules left alone, which each tool lists under another key, as patterns."""
     keys = ("ignore", "exclude_modules", "modules_to_not_convert")
     names = next((settings[key] for key in keys if settings.get(key)), ())
-    return tuple(pattern for name in names for pattern in (f"*{name}", f"*{name}.*"))
+    return tuple(
+        pattern
+        for name in names
+        for pattern in ([name] if name.startswith("re:") else [f"*{name}", f"*{name}.*"])
+    )
 
 
 # Elements and bytes of one block of each type in a GGUF file: the structs of ggml-common.h

@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 SCHEMA_VERSION = 1
 
@@ -24,6 +25,7 @@ _SECTIONS = (
     "ledger",
     "process",
     "speeds",
+    "calibration",
 )
 # Keys whose values may be text, by the section that they belong to.
 _TEXT_KEYS = frozenset(
@@ -34,6 +36,7 @@ _TEXT_KEYS = frozenset(
         *("mlx", "mlx_lm", "uma", "python"),
         *("form", "budget_source", "blas"),
         *("basis", "source", "phase", "verdict"),
+        *("device", "kernel", "date"),
     }
 )
 _LISTS = ("terms", "trials")  # of objects; any other list is left out, token ids among them
@@ -115,6 +118,30 @@ def sanitize(record: Mapping[str, object]) -> dict[str, object]:
 
     Text that has a path or the name of the host or of the user in it becomes ``None``.
     """
+    names = _own_names()
+    return {k: _clean(k, v, names) for k, v in record.items() if k in _SECTIONS and _kept(k, v)}
+
+
+def scrubbed(value: object) -> Any:
+    """``value``, nested as it may be, without texts that a record would not keep.
+
+    For documents whose keys and texts are all our own, such as a bundle for a bug report.
+    """
+    return _scrubbed(value, _own_names())
+
+
+def _scrubbed(value: object, names: Collection[str]) -> object:
+    if isinstance(value, Mapping):
+        return {key: _scrubbed(item, names) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_scrubbed(item, names) for item in value]
+    if isinstance(value, str):
+        return value if _harmless(value, names) else None
+    return value
+
+
+def _own_names() -> set[str]:
+    """The names of this host and user, in lower case."""
     import getpass
     import platform
 
@@ -124,8 +151,7 @@ def sanitize(record: Mapping[str, object]) -> dict[str, object]:
         user = ""
     node = platform.node()
     words = (node, node.partition(".")[0], user, Path.home().name)
-    names = {word.lower() for word in words if word}
-    return {k: _clean(k, v, names) for k, v in record.items() if k in _SECTIONS and _kept(k, v)}
+    return {word.lower() for word in words if word}
 
 
 def _kept(key: object, value: object) -> bool:

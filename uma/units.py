@@ -5,7 +5,6 @@ Binary units are KiB, MiB, GiB (powers of 1,024); decimal units are kB, MB, GB (
 """
 
 import re
-from decimal import Decimal
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -43,6 +42,8 @@ def parse_bytes(text: str) -> int:
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
         raise ValueError(f"{text!r} is not a size; write it with a unit, such as 24GiB or 24GB")
+    from decimal import Decimal
+
     return int(Decimal(match[1]) * unit)
 
 
@@ -60,3 +61,12 @@ def format_gib(size_bytes: int) -> str:
     if size >= KIB:
         return f"{sign}{size / KIB:.1f} KiB"
     return f"{sign}{size} B"
+
+
+def printable(text: str) -> str:
+    r"""``text`` with control characters written as ``\x1b``: it may come from a model's file.
+
+    >>> print(printable("a\x1b[31mb"))
+    a\x1b[31mb
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

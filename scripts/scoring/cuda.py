@@ -7,9 +7,10 @@ from uma.checkpoint.free_names import NamedFormat
 from uma.engines import transformers, vllm
 from uma.errors import UnknownName
 from uma.ledger import peak, phase_totals
+from uma.memory.term import MemoryTerm
 from uma.workload import Inference
 
-from .rows import FORMAT, INCOMPLETE, Row, Skipped, Subject, number, tokens_of
+from .rows import FORMAT, INCOMPLETE, Row, Skipped, Subject, cards_of, number, tokens_of
 
 OUTSIDE_TORCH = ("runtime_context", "buffer_pool")  # what max_memory_allocated does not count
 
@@ -20,17 +21,30 @@ def allocated_bytes(row: Row, subject: Subject, group: str) -> int:
     Raises:
         Skipped: If the row's format is not told, or none of the engine's.
     """
+    inside = (term for term in _terms(row, subject) if term.name not in OUTSIDE_TORCH)
+    totals = phase_totals(inside)
+    return totals["decode"] if group.endswith("decode") else max(totals.values())
+
+
+def device_bytes(row: Row, subject: Subject, group: str) -> int:
+    """What a process holds on its cards.
+
+    Raises:
+        Skipped: If the row's format is not told, or none of the engine's.
+    """
+    return peak(_terms(row, subject))[1]
+
+
+def _terms(row: Row, subject: Subject) -> tuple[MemoryTerm, ...]:
     quant = quant_name(subject.format)
     try:
         weights = transformers.weights_term(subject.architecture, quant)
     except UnknownName as error:
         raise Skipped(FORMAT) from error
     prompt, context = tokens_of(row)
-    terms = transformers.inference_terms(
+    return transformers.inference_terms(
         subject.architecture, weights, _workload(row, prompt, context), _settings(row, quant)
     )
-    totals = phase_totals(term for term in terms if term.name not in OUTSIDE_TORCH)
-    return totals["decode"] if group.endswith("decode") else max(totals.values())
 
 
 def quant_name(named: NamedFormat | None) -> str:
@@ -47,6 +61,8 @@ def quant_name(named: NamedFormat | None) -> str:
         return "gptq-int8" if named.bits == 8 else "gptq"
     if named.scheme == "compressed-tensors":
         return named.name
+    if named.scheme == "awq" and named.bits not in (None, 4):
+        raise Skipped(FORMAT)
     if named.scheme in ("awq", "nf4", "int8", "fp8", "mxfp4"):
         return named.scheme
     raise Skipped(FORMAT)
@@ -63,6 +79,8 @@ def _settings(row: Row, quant: str) -> transformers.Settings:
     settings = transformers.Settings(
         dtype="float32" if quant == "float32" else "bfloat16",
         attn_implementation="flash_attention_2" if row["flash_attn"] == "1" else "sdpa",
+        own_head=quant == "awq",
+        num_devices=cards_of(row),
     )
     version = re.match(r"\d+\.\d+", row["engine_version"])
     return transformers.settings_of(version[0], settings) if version else settings
@@ -78,7 +96,7 @@ def vllm_weights_of_card(row: Row, subject: Subject, group: str) -> int:
         weights = vllm.weights_term(subject.architecture, quant_name(subject.format))
     except UnknownName as error:
         raise Skipped(FORMAT) from error
-    return weights.size_bytes // (number(row["gpu_count"]) or 1)
+    return weights.size_bytes // cards_of(row)
 
 
 def vllm_needed_bytes(row: Row, subject: Subject, group: str) -> int:

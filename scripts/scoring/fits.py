@@ -1,17 +1,17 @@
 """Whether a model fits: verdicts against what happened.
 
-Rows that say so, and every other row whose run ended well, since it fitted. ``tight`` counts as
-``fits``.
+Rows that say so, and every other row that names its device and whose run ended well, since it
+fitted. ``tight`` counts as ``fits``.
 """
 
 import re
 from collections.abc import Callable, Iterable
 
-from uma.catalog import Gpu, gpus, words
+from uma.catalog import find_chips
 from uma.errors import UmaError
 from uma.ledger import peak
-from uma.system.working_set import working_set_range
-from uma.units import GIB, MIB
+from uma.machine.named import machine_named
+from uma.plan.engine_case import LLAMA_CPP_CONTEXT
 
 from . import cuda, llama_cpp, mlx
 from .rows import (
@@ -23,6 +23,7 @@ from .rows import (
     Row,
     Skipped,
     Subject,
+    cards_of,
     engine_of,
     is_doubtful,
     number,
@@ -33,16 +34,23 @@ from .summary import Group
 
 MACOS_26 = "2025-09"  # when it came out: Macs before had the older, lower limits
 
-SUFFIXES = frozenset({"ti", "super", "ada", "d", "laptop", "blackwell", "max", "q"})  # other cards
+LENGTHS = ("ctx_alloc", "prompt_tokens", "gen_tokens", "depth_tokens")
 
 Need = Callable[[Row, Subject, str], int]
 
 NEED: dict[str, Need] = {
     "mlx": lambda row, subject, group: peak(mlx.terms(row, subject, group))[1],
-    "llama.cpp": llama_cpp.buffer_bytes,
-    "transformers": cuda.allocated_bytes,
+    "llama.cpp": lambda row, subject, group: (
+        llama_cpp.buffer_bytes(row, subject, group) + _context_bytes(row)
+    ),
+    "transformers": cuda.device_bytes,
     "vllm": cuda.vllm_needed_bytes,
 }
+
+
+def _context_bytes(row: Row) -> int:
+    """What the driver takes for a process, on the first card: limits count the others'."""
+    return LLAMA_CPP_CONTEXT if _device(row) == "cards" else 0
 
 
 def score(rows: Iterable[Row]) -> dict[str, Group]:
@@ -50,7 +58,7 @@ def score(rows: Iterable[Row]) -> dict[str, Group]:
     groups: dict[str, Group] = {}
     for row in rows:
         outcome = outcome_of(row)
-        if outcome == "":
+        if outcome == "" or (row["kind"] != "fit" and re.match(r"\(|$", row["chip"])):
             continue
         name = "swapped, spilled or limited" if outcome == "other" else f"fits, {_device(row)}"
         group = groups.setdefault(name, Group("fit", "", _device(row)))
@@ -80,42 +88,57 @@ def _verdict(row: Row, outcome: str) -> str:
         raise Skipped(ENGINE)
     if is_doubtful(row):
         raise Skipped(UNTRUSTWORTHY)
-    limit = limit_bytes(row)
+    least, most = limits_bytes(row)
     name, group = engine
     try:
         needed = NEED[name](row, subject_of(row), group)
     except UmaError as error:
         raise Skipped(INCOMPLETE) from error
-    says = "fits" if needed <= limit else "exceeds"
+    if least < needed <= most:
+        raise Skipped(MACHINE)
+    says = "fits" if needed <= least else "exceeds"
+    if says == "fits" and not any(row[column] for column in LENGTHS):
+        raise Skipped(INCOMPLETE)  # with what text it was asked decides
     return f"{'true' if says == outcome else 'false'}_{says}"
 
 
-def limit_bytes(row: Row) -> int:
-    """What the device enforces; its upper end where the macOS version leaves a range.
+def limits_bytes(row: Row) -> tuple[int, int]:
+    """What the device enforces: of the least and of the most memory that it is sold with.
+
+    Both are the same where the memory is told, or the name has one size only.
 
     Raises:
-        Skipped: If the device or its memory is not known.
+        Skipped: If the device is not known, or which of several it is.
     """
-    size = number(row["mem_per_device_gb"])
-    if row["chip"].startswith("Apple"):
-        if not size:
-            raise Skipped(MACHINE)
-        before = bool(row["source_date"]) and row["source_date"][:7] < MACOS_26
-        return working_set_range(size * GIB, 15 if before else None)[1]
-    limits = {card.memory_mib or card.memory_gb * 1024 for card in _cards(row["chip"], size)}
-    if len(limits) != 1:
-        raise Skipped(MACHINE)
-    return limits.pop() * MIB * (number(row["gpu_count"]) or 1)
+    found = [_limit_bytes(name, row) for name in _names(row)]
+    return min(found), max(found)
 
 
-def _cards(name: str, memory_gb: int) -> list[Gpu]:
-    """Catalog cards with all words of ``name``, and no number that it does not have."""
-    wanted = set(words(re.sub(r"^(NVIDIA|AMD)\s+|\(.*?\)", "", name))) - {"gb"}
-    found = []
-    for card in gpus():
-        have = set(words(card.name))
-        sizes = {str(card.memory_gb)}
-        more = {word for word in have - wanted if word in SUFFIXES}
-        if wanted - sizes <= have and not more and memory_gb in (0, card.memory_gb):
-            found.append(card)
-    return found
+def _limit_bytes(name: str, row: Row) -> int:
+    """The limit, its upper end where the version of macOS leaves a range."""
+    before = bool(row["source_date"]) and row["source_date"][:7] < MACOS_26
+    try:
+        machine = machine_named(name, macos=15 if _device(row) == "Apple" and before else None)
+    except UmaError as error:
+        raise Skipped(MACHINE) from error
+    return machine.limit_high_bytes or machine.limit_bytes
+
+
+def _names(row: Row) -> list[str]:
+    """The device in words of the catalog; every size of a Mac whose memory is not told."""
+    name = re.sub(r"\(.*?\)", " ", row["chip"]).strip()
+    text, count = row["mem_per_device_gb"], cards_of(row)
+    size = 0 if "+" in text else number(text, MACHINE)
+    if size and not re.search(r"\d\s*GB", name):
+        name = f"{name} {size}GB"
+    if count > 1 and "+" not in name:
+        return [f"{count} x {name}"]
+    if _device(row) == "Apple" and not size:
+        if re.search(r"\d\s*GB", row["machine"]):
+            return [row["machine"]]  # "M4 Mac mini (10 core - 32GB)"
+        try:
+            sizes = {gib for chip in find_chips(name) for gib in chip.memory_gib}
+        except UmaError as error:
+            raise Skipped(MACHINE) from error
+        return [f"{name} {gib}GB" for gib in sorted(sizes)]
+    return [name]

@@ -1,14 +1,17 @@
 """What the llama.cpp engine predicts for a row: the buffers of its devices, and each log line."""
 
 import re
+from collections.abc import Callable
 
+from uma.architecture.layers import Architecture
 from uma.checkpoint.free_names import NamedFormat
 from uma.engines import llama_cpp_weights
 from uma.engines.llama_cpp_buffers import MicroBatch, compute_bytes
-from uma.engines.llama_cpp_cache import cells, kv_cache_bytes
+from uma.engines.llama_cpp_cache import cache_type, cells, kv_cache_bytes
+from uma.errors import UmaError, UnknownName
 from uma.units import MIB
 
-from .rows import FORMAT, INCOMPLETE, METRIC, Row, Skipped, Subject, number
+from .rows import FORMAT, INCOMPLETE, METRIC, Row, Skipped, Subject, cards_of, decimal, number
 
 N_UBATCH = 512  # llama.cpp, common.h: -ub
 DEFAULT_CONTEXT = 512  # common.h, n_ctx, before builds that take the model's own
@@ -34,9 +37,9 @@ def parts(row: Row, subject: Subject) -> dict[str, tuple[int, float]]:
         raise Skipped(METRIC)
     predicted = _predicted(row, subject)
     return {
-        name.removeprefix("mem_"): (size, float(row[name]) * MIB)
+        name.removeprefix("mem_"): (size, decimal(row[name]) * MIB)
         for name, size in predicted.items()
-        if row[name]
+        if decimal(row[name])
     }
 
 
@@ -52,22 +55,50 @@ def _predicted(row: Row, subject: Subject) -> dict[str, int]:
     weigh = llama_cpp_weights.weight_bytes if on_mac else llama_cpp_weights.device_weight_bytes
     tokens = number(row["prompt_tokens"]) + number(row["gen_tokens"])
     context = number(row["ctx_alloc"]) or tokens or DEFAULT_CONTEXT
-    flash_attn = row["flash_attn"] == "1"
+    flash_attn, kv_type = row["flash_attn"] == "1", _kv_type(row)
     n_ubatch = number(row["ubatch"]) or N_UBATCH
     held = cells(architecture, context, 1, n_ubatch, unified=False, swa_full=False)
     batch = MicroBatch(
         tokens=min(n_ubatch, held.full),
         held=held,
         flash_attn=flash_attn,
-        type_k="f16",
-        type_v="f16",
-        num_devices=number(row["gpu_count"]) or 1 if _build(row) >= PIPELINES else 1,
+        type_k=kv_type,
+        type_v=kv_type,
+        num_devices=cards_of(row) if _build(row) >= PIPELINES else 1,
     )
     return {
-        "mem_weights": weigh(architecture, mix),
-        "mem_kv": kv_cache_bytes(architecture, held, "f16", "f16", flash_attn=flash_attn),
+        "mem_weights": _weights(weigh, architecture, mix),
+        "mem_kv": kv_cache_bytes(architecture, held, kv_type, kv_type, flash_attn=flash_attn),
         "mem_compute": compute_bytes(architecture, batch),
     }
+
+
+def _weights(weigh: Callable[[Architecture, str], int], model: Architecture, mix: str) -> int:
+    """Bytes in that mix.
+
+    Raises:
+        Skipped: If llama-quantize has none of that name.
+    """
+    try:
+        return weigh(model, mix)
+    except UnknownName as error:
+        raise Skipped(FORMAT) from error
+
+
+def _kv_type(row: Row) -> str:
+    """The type of the cache; ``f16`` where none is told, as in llama.cpp.
+
+    Raises:
+        Skipped: If it is none of llama.cpp's.
+    """
+    told = re.match(r"[\w.]*", row["kv_dtype"].lower())
+    name = told[0] if told else ""
+    if name in ("", "fp16"):
+        return "f16"
+    try:
+        return cache_type(name)
+    except UmaError as error:
+        raise Skipped(FORMAT) from error
 
 
 def mix_of(named: NamedFormat | None) -> str:
@@ -80,6 +111,8 @@ def mix_of(named: NamedFormat | None) -> str:
         raise Skipped(INCOMPLETE)
     if named.scheme == "gguf":
         return named.name
+    if named.scheme == "mxfp4":
+        return "MXFP4_MOE"
     if named.scheme == "float":
         return {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}[named.name]
     raise Skipped(FORMAT)

@@ -7,6 +7,7 @@ from uma.errors import UmaError
 from . import cuda, llama_cpp, mlx
 from .rows import (
     ENGINE,
+    FORMAT,
     INCOMPLETE,
     METRIC,
     NOT_COMPARABLE,
@@ -16,13 +17,14 @@ from .rows import (
     Subject,
     engine_of,
     is_doubtful,
+    is_mixed,
     measured_bytes,
     metric_of,
     outcome_of,
     rows_of_kind,
     subject_of,
 )
-from .summary import Group
+from .summary import Group, source_of
 
 Predict = Callable[[Row, Subject, str], int]
 
@@ -42,6 +44,7 @@ def score(rows: Iterable[Row]) -> dict[str, Group]:
         group = groups.setdefault(name, Group("memory", engine, kind))
         try:
             group.errors[row["rec_id"]] = _error(row, engine, kind, name)
+            group.sources[row["rec_id"]] = source_of(row["source"])
         except Skipped as skipped:
             group.skipped[row["rec_id"]] = str(skipped)
         if engine == "llama.cpp" and kind not in NOT_COMPARABLE:
@@ -78,6 +81,8 @@ def _error(row: Row, engine: str, kind: str, group: str) -> float:
     predict = PREDICT.get(engine)
     if predict is None:
         raise Skipped(ENGINE)
+    if is_mixed(row):
+        raise Skipped(FORMAT)
     if metric_of(row, engine) in NOT_COMPARABLE or outcome_of(row) == "exceeds":
         raise Skipped(METRIC)
     if is_doubtful(row):

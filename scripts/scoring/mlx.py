@@ -30,6 +30,8 @@ SWIFT_PREFILL_STEP = 1024
 
 DENSE_PARTS = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "router.proj")
 
+PREFILL_BATCH = 8  # mlx-lm 0.32.2, generate.py, BatchGenerator
+
 CACHE_BITS = {"affine-4": 4, "affine-8": 8}
 CACHES_16 = ("", "f16", "fp16", "bf16", "fp16/bf16", "bf16/fp16")
 
@@ -55,6 +57,7 @@ def terms(row: Row, subject: Subject, group: str) -> tuple[MemoryTerm, ...]:
         batch_size=number(row["batch"]) or 1,
         prefill_step_size=number(row["ubatch"]) or _prefill_step(architecture, group),
         kv_bits=CACHE_BITS.get(row["kv_dtype"]),
+        prefill_batch_size=PREFILL_BATCH,
     )
     wide = group.startswith("mlx-swift") and _is_float32(architecture)
     return mlx.inference_terms(architecture, weights, workload, activation_bytes=4 if wide else 2)
@@ -100,8 +103,8 @@ def mlx_format(
         return published
     if named.scheme == "float":
         return None
-    if named.scheme == "mxfp4-q8":
-        return _experts_apart(architecture, Quantization(8, 64))
+    if named.scheme == "mxfp4-q":
+        return _experts_apart(architecture, Quantization(named.bits or 8, 64))
     if named.scheme in MODES:
         return quantization_for(named.bits, named.scheme, named.group_size)
     if named.scheme != "bits":

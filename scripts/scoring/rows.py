@@ -5,7 +5,9 @@ skip the row, never a guess.
 """
 
 import csv
+import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +30,8 @@ UNTRUSTWORTHY = "marked untrustworthy"
 REASONS = (ENGINE, FORMAT, MODEL, MACHINE, METRIC, INCOMPLETE, UNTRUSTWORTHY)
 
 Row = dict[str, str]
+
+IDS = ("rec_id", "record_id", "mlx_repo")  # columns that name a row
 
 # The program that measured: our engine, and the group its rows go to. Forks and programs that only
 # use an engine's library hold other buffers, so they are not claimed.
@@ -58,14 +62,24 @@ NOT_COMPARABLE = frozenset({"whole device", ""})
 # Outcomes of a run: whether it fitted, or a third thing (paged, split, limited, never run).
 OUTCOMES: tuple[tuple[str, str], ...] = (
     (r"swap|spill|paging|limit|panic|recommended|when split", "other"),
-    (r"oom|does not fit|won't load|fails|refused", "exceeds"),
-    (r"ok|100% gpu", "fits"),
+    (
+        r"\boom\b|out of memory|(does not|doesn't|won't|cannot) (fit|load|run|allocate)"
+        r"|fail|refused|killed|crash|exceeds|insufficient|too (big|large)",
+        "exceeds",
+    ),
+    (r"\bok\b|100% gpu|\bfits?\b|\b(works?|runs?|ran|loaded|success|completed|passed)\b", "fits"),
 )
 
 PLAIN = frozenset({"bits", "float"})  # formats that a row may tell twice: by a width alone
 
 # Notes with which the collectors took a number back.
 DOUBTS = re.compile(r"verify before use|may be inferred|exact repo not stated|before the|rounded")
+
+
+NOT_TOLD = frozenset({"", "-", "?", "n/a", "na", "nan", "none", "null", "unknown"})
+MOST = 10**7  # tokens of a context
+MOST_CARDS = 256
+MOST_BYTES = 2**50
 
 
 class Skipped(Exception):
@@ -82,10 +96,27 @@ class Subject:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV file; a first line that starts with ``#`` is a comment."""
-    with open(path, encoding="utf-8", newline="") as file:
+    """The rows of a CSV file, each with an id of its own; a first line with ``#`` is a comment.
+
+    A column that a file or a row lacks is empty.
+    """
+    with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
         lines: Iterable[str] = (line for line in file if not line.startswith("#"))
-        return [{key: value or "" for key, value in row.items()} for row in csv.DictReader(lines)]
+        found = [_row(row) for row in csv.DictReader(lines)]
+    seen: set[str] = set()
+    for place, row in enumerate(found, 1):
+        name = next((row[key] for key in IDS if row[key]), "row")
+        own = f"{name} ({place})" if name in seen or name == "row" else name
+        row["rec_id"] = row["record_id"] = own
+        seen.add(own)
+    return found
+
+
+def _row(read: dict[str, str | None]) -> Row:
+    """Its cells without spaces around them, and none for what follows the last column."""
+    row: Row = defaultdict(str)
+    row.update({key: value.strip() for key, value in read.items() if key and value is not None})
+    return row
 
 
 def engine_of(row: Row) -> tuple[str, str] | None:
@@ -116,6 +147,12 @@ def is_doubtful(row: Row) -> bool:
     return row["confidence"] == "C" or bool(DOUBTS.search(row["notes"]))
 
 
+def is_mixed(row: Row) -> bool:
+    """Whether its format is a recipe of which the name does not tell the widths."""
+    named = find_format(row["model"]) or find_format(row["model_file"])
+    return named is not None and named.scheme == "mixed"
+
+
 def subject_of(row: Row) -> Subject:
     """The model and format of an inference row.
 
@@ -126,12 +163,12 @@ def subject_of(row: Row) -> Subject:
     model, architecture = known_model(row["model"])
     if contradicts(row["arch"], architecture):
         raise Skipped(MODEL)
-    named = find_format(row["model"]) or find_format(row.get("model_file", ""))
+    named = find_format(row["model"]) or find_format(row["model_file"])
     told = find_format(row["quant"])
     if named and told and named.bits != told.bits and {named.scheme, told.scheme} <= PLAIN:
         raise Skipped(INCOMPLETE)
     found = named or told
-    group = number(row.get("group_size", ""))
+    group = number(row["group_size"])
     if found is not None and found.group_size is None and group and found.scheme == "bits":
         found = NamedFormat(found.scheme, found.name, found.bits, group)
     return Subject(model, architecture, found)
@@ -178,14 +215,53 @@ def measured_bytes(row: Row) -> int:
     Raises:
         Skipped: If it is not.
     """
-    if not row["mem_gib_norm"]:
+    size = decimal(row["mem_gib_norm"]) * GIB
+    if not 1 <= size <= MOST_BYTES:
         raise Skipped(METRIC)
-    return round(float(row["mem_gib_norm"]) * GIB)
+    return round(size)
 
 
-def number(text: str) -> int:
-    """A whole number, 0 for none."""
-    return int(float(text)) if re.fullmatch(r"\d+(\.\d+)?", text) else 0
+def decimal(text: str) -> float:
+    """A number above zero and finite, else 0.
+
+    >>> decimal("1.5e3"), decimal("n/a"), decimal("nan"), decimal("-1")
+    (1500.0, 0.0, 0.0, 0.0)
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if math.isfinite(value) and value > 0 else 0.0
+
+
+def number(text: str, reason: str = INCOMPLETE) -> int:
+    """A whole number, 0 where none is told.
+
+    Raises:
+        Skipped: For ``reason`` if it is told in other words, or is more than any row can mean.
+
+    >>> number("2,048"), number("n/a")
+    (2048, 0)
+    """
+    plain = text.replace(",", "").lower()
+    if plain in NOT_TOLD:
+        return 0
+    value = decimal(plain)
+    if not (value or re.fullmatch(r"0+(\.0+)?", plain)) or value > MOST:
+        raise Skipped(reason)
+    return int(value)
+
+
+def cards_of(row: Row) -> int:
+    """How many devices ran it, 1 where the row does not say.
+
+    Raises:
+        Skipped: If it is no number of cards in one machine.
+    """
+    count = number(row["gpu_count"], MACHINE) or 1
+    if count > MOST_CARDS:
+        raise Skipped(MACHINE)
+    return count
 
 
 def tokens_of(row: Row) -> tuple[int, int]:

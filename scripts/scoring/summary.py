@@ -1,5 +1,6 @@
 """Errors of a group, summed up."""
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from statistics import median
@@ -12,7 +13,8 @@ from .rows import ENGINE, FORMAT
 class Group:
     """One group of rows: errors as fractions of the measured value, verdicts, rows left out.
 
-    ``parts`` are errors of single terms where the source tells them apart.
+    ``parts`` are errors of single terms where the source tells them apart; ``sources`` says who
+    published a row.
     """
 
     quantity: str
@@ -23,6 +25,7 @@ class Group:
     skipped: dict[str, str] = field(default_factory=dict)
     confusion: Counter[str] = field(default_factory=Counter)
     wrong: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
 
     @property
     def scored(self) -> int:
@@ -59,10 +62,32 @@ class Group:
                 name: {"scored": len(errors), **statistics(errors)}
                 for name, errors in sorted(self.parts.items())
             }
+        if len(set(self.sources.values())) > 1:
+            found["by_source"] = self._by_source()
         if ids:
             found["skipped_rows"] = self.skipped
             found["errors"] = {**self.errors, **self.wrong}
         return found
+
+    def _by_source(self) -> dict[str, dict[str, Any]]:
+        """Errors of each source's rows, and of all the others without it."""
+        found = {}
+        for source in sorted(set(self.sources.values())):
+            own = {i: e for i, e in self.errors.items() if self.sources.get(i) == source}
+            rest = {i: e for i, e in self.errors.items() if i not in own}
+            if own:
+                left_out = statistics(rest)
+                found[source] = {"scored": len(own), **statistics(own), "without_it": left_out}
+        return found
+
+
+def source_of(address: str) -> str:
+    """The site or repository of an address, without the page.
+
+    >>> source_of("https://github.com/QwenLM/Qwen2.5/blob/main/docs/x.md @ 1a2b")
+    'github.com/QwenLM/Qwen2.5'
+    """
+    return "/".join(re.sub(r"^https?://|[ @].*", "", address).split("/")[:3]) or "not told"
 
 
 def statistics(errors: dict[str, float]) -> dict[str, float | None]:

@@ -5,6 +5,7 @@ the function that lays it out and the defaults of its ``ModelArgs`` (mlx-lm 0.32
 has what mlx-lm lacks. Keys that a file lacks are those of transformers' configuration classes.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -84,6 +85,7 @@ LIMITS = (
     (re.compile(r"^num_|_(heads?|experts|inputs)$"), 10_000),
 )
 SIZES = re.compile(r"^(num|n)_|_(size|heads|dim|dims|layers|experts|inputs|rank|per_tok|kernel)$")
+NUMBERS = re.compile(r"^rope_theta$|_(eps|epsilon)$|^max_position_embeddings$")
 NESTED_SIZES = ("attn_config", "ffn_config", "linear_attn_config", "sparse_attention_config")
 NOT_SIZES = frozenset(
     {
@@ -234,6 +236,8 @@ def _checked(values: Mapping[str, Any]) -> Mapping[str, Any]:
     for key, value in values.items():
         if key in NESTED_SIZES and isinstance(value, Mapping):
             _checked(value)
+        if NUMBERS.search(key) and value is not None and not _is_positive(value):
+            raise CheckpointError(f"config.json has {key} {value!r}, which is no positive number")
         if value is None or key in NOT_SIZES or not SIZES.search(key):
             continue
         limit = next((most for keys, most in LIMITS if keys.search(key)), MAX_SIZE)
@@ -242,6 +246,10 @@ def _checked(values: Mapping[str, Any]) -> Mapping[str, Any]:
                 f"config.json has {key} {value!r}, which is not a size up to {limit:,}"
             )
     return values
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf
 
 
 def _check_shapes(architecture: Architecture) -> None:

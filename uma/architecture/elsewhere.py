@@ -139,13 +139,14 @@ def grok(c: Config) -> Architecture:
 
 
 def falcon(c: Config) -> Architecture:
-    """Falcon 7B and 40B: one matrix for queries, keys and values; parts side by side."""
+    """Falcon 7B to 180B: one matrix for queries, keys and values; parts side by side."""
     hidden, heads = c.hidden_size, c.num_attention_heads
     dim, size = hidden // heads, c.get("intermediate_size") or c.get("ffn_hidden_size")
     size = size or 4 * hidden
     kv_heads = falcon_kv_heads(c)
-    two_norms = c.new_decoder_architecture or kv_heads > 1
-    names = ("ln_attn", "ln_mlp") if two_norms else ("input_layernorm",)
+    new = c.new_decoder_architecture or kv_heads > 1
+    norm_count = c.get("num_ln_in_parallel_attn") or 1 + new
+    names = ("ln_attn", "ln_mlp") if norm_count > 1 else ("input_layernorm",)
     if not c.parallel_attn:
         names = ("input_layernorm", "post_attention_layernorm")
     part = (

@@ -4,7 +4,8 @@ from importlib import import_module
 
 from uma.architecture.config import Module, Modules
 
-# ``elsewhere`` has the models that mlx-lm lacks; the others are named by its files (0.32.2).
+# ``elsewhere`` and ``older`` have the models that mlx-lm lacks; the others are named by its files
+# (0.32.2).
 FAMILIES = {
     "bailing": (
         "bailing_hybrid",
@@ -156,6 +157,11 @@ FAMILIES = {
         "spark2_5",
         "step3p5",
     ),
+    "older": (
+        "bloom",
+        "mpt",
+        "opt",
+    ),
     "elsewhere": (
         "arcee",
         "deepseek_ref",
@@ -177,7 +183,7 @@ FAMILIES = {
     ),
 }
 NAMES = {name: family for family, names in FAMILIES.items() for name in names}
-ELSEWHERE = frozenset(FAMILIES["elsewhere"])
+ELSEWHERE = frozenset(FAMILIES["elsewhere"] + FAMILIES["older"])
 MODULES = NAMES.keys() - ELSEWHERE
 
 

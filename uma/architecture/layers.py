@@ -5,8 +5,10 @@ run two side by side (Falcon-H1: Mamba-2 and attention).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
+
+from uma.frozen import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ class Layer:
     parameters: tuple[Parameter, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what is counted once is kept
 class Architecture:
     """A decoder as its layers.
 
@@ -175,10 +177,26 @@ class Architecture:
     def num_hidden_layers(self) -> int:
         return len(self.layers)
 
-    @property
+    @cached_property
+    def kinds(self) -> tuple[Layer, ...]:
+        """For every layer the first of its kind: the same mixers and feed-forward parts.
+
+        Kinds are few, and told by identity.
+        """
+        first: dict[object, Layer] = {}
+        return tuple(
+            first.setdefault((layer.mixers, layer.feed_forward), layer) for layer in self.layers
+        )
+
+    @cached_property
     def num_parameters(self) -> int:
         """Elements of all parameters, each expert counted."""
         return sum(p.size for p in parameters(self))
+
+    @cached_property
+    def largest_parameter(self) -> int:
+        """Elements of the largest one; experts are one array."""
+        return max(p.size for p in parameters(self))
 
 
 def parameters(architecture: Architecture) -> Iterator[Parameter]:

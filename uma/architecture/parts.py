@@ -21,7 +21,14 @@ MAX_LAYER_PARAMETERS = 4_096
 
 def under(prefix: str, *parts: Part) -> Part:
     """The parts as children of ``prefix``."""
-    return tuple(replace(p, name=f"{prefix}.{p.name}") for part in parts for p in part)
+    return tuple(
+        # All fields in order: dataclasses.replace took most of the time of a large model.
+        Parameter(
+            f"{prefix}.{p.name}", p.shape, p.kind, p.quantizable, p.bits, p.group_size, p.dtype
+        )
+        for part in parts
+        for p in part
+    )
 
 
 def array(name: str, *shape: int, dtype: Literal["model", "float32"] = "model") -> Part:

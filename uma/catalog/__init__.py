@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from uma.catalog.rows import (
+    BandwidthFigure,
     Basis,
     Chip,
+    Failure,
     Gpu,
+    KnownBad,
     Mac,
     Model,
     ModelConfig,
@@ -31,9 +34,12 @@ from uma.units import GB
 __all__ = [
     "DATA",
     "TUNING",
+    "BandwidthFigure",
     "Basis",
     "Chip",
+    "Failure",
     "Gpu",
+    "KnownBad",
     "Mac",
     "Model",
     "ModelConfig",
@@ -41,12 +47,16 @@ __all__ = [
     "UnifiedMachine",
     "WorkingSet",
     "aliases",
+    "bandwidth_figures",
     "bytes_per_s",
     "chips",
+    "failures",
     "find_chips",
     "find_model",
     "gpus",
     "has_words",
+    "ids_of",
+    "known_bad",
     "macs",
     "model_config",
     "model_names",
@@ -75,12 +85,15 @@ def _read(name: str, row: type[Any]) -> tuple[Any, ...]:
         float | None: lambda text: float(text) if text else None,
         tuple[int, ...]: lambda text: tuple(map(int, filter(None, text.split("|")))),
     }
-    columns = [(name, read.get(kind, str)) for name, kind in row.__annotations__.items()]
     with open(DATA / name, encoding="utf-8", newline="") as file:
         next(file)
+        lines = csv.reader(file)
+        places = {column: place for place, column in enumerate(next(lines))}
+        columns = [(places[field], read.get(kind)) for field, kind in row.__annotations__.items()]
         return tuple(
-            row(*(convert(line[column]) for column, convert in columns))
-            for line in csv.DictReader(file)
+            row(*[convert(cells[i]) if convert else cells[i] for i, convert in columns])
+            for cells in lines
+            if cells
         )
 
 
@@ -107,6 +120,21 @@ def unified_machines() -> tuple[UnifiedMachine, ...]:
 @cache
 def working_sets() -> tuple[WorkingSet, ...]:
     return _read("working_set.csv", WorkingSet)
+
+
+@cache
+def bandwidth_figures() -> tuple[BandwidthFigure, ...]:
+    return _read("bandwidth.csv", BandwidthFigure)
+
+
+@cache
+def known_bad() -> tuple[KnownBad, ...]:
+    return _read("known_bad.csv", KnownBad)
+
+
+@cache
+def failures() -> tuple[Failure, ...]:
+    return _read("failures.csv", Failure)
 
 
 @cache
@@ -219,6 +247,22 @@ def aliases() -> dict[tuple[str, ...], tuple[str, ...]]:
             added[key] = tuple(dict.fromkeys((*added.get(key, ()), model.hf_id)))
         found = added | found
     return found
+
+
+@cache
+def ids_of(name: tuple[str, ...]) -> tuple[str, ...]:
+    """What ``aliases`` has for one name, without working out those of all models."""
+    with open(DATA / "aliases.csv", encoding="utf-8", newline="") as file:
+        next(file)
+        for row in csv.DictReader(file):
+            if words(row["alias"]) == name:
+                return (row["hf_id"],)
+    like = [m.hf_id for m in models() if all(word in m.hf_id.lower() for word in name)]
+    for level in range(4):
+        found = [hf_id for hf_id in like if words(_forms(hf_id)[level]) == name]
+        if found:
+            return tuple(dict.fromkeys(found))
+    return ()
 
 
 def _forms(hf_id: str) -> tuple[str, str, str, str]:

@@ -168,6 +168,52 @@ class Repository(NamedTuple):
     note: str
 
 
+class BandwidthFigure(NamedTuple):
+    """Memory bandwidth that somebody reached; the peak is the bus's transfer rate times its width.
+
+    ``grade`` is ``reported`` for a benchmark, ``derived`` from another rate, or ``live counter``.
+    """
+
+    chip: str
+    gpu_cores: int | None
+    peak_gb_per_s: float | None
+    engine: str
+    kernel: str
+    achieved_gb_per_s: float | None
+    grade: str
+    source: str
+    note: str
+
+
+class KnownBad(NamedTuple):
+    """Versions with a known fault: from one up to, and without, another; empty is no bound.
+
+    ``beside`` names another package's versions that are needed for it, ``chip`` the beginning of
+    a chip's name.
+    """
+
+    package: str
+    from_version: str
+    before_version: str
+    beside: str
+    os: str
+    chip: str
+    severity: Literal["failure", "warning", "note"]
+    effect: str
+    remedy: str
+    source: str
+
+
+class Failure(NamedTuple):
+    """One cause of a failure, and a regular expression that its texts match."""
+
+    cause: str
+    pattern: str
+    text: str
+    remedy: str
+    source: str
+
+
 class ModelConfig(NamedTuple):
     """The keys of a ``config.json`` as shipped, how sure they are, and where they are from."""
 

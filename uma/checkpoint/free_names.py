@@ -48,20 +48,23 @@ _END = r"(?![a-z0-9])"
 _FORMATS: tuple[tuple[str, str], ...] = tuple(
     (scheme, _START + pattern + _END)
     for scheme, pattern in (
+        ("float", r"q4_0[-_](?P<name>unquantized)"),  # trained for a format, not stored in it
         ("mixed", r"ud([-_]i?q\d\w*)?"),  # Unsloth's dynamic GGUF files
+        ("mixed", r"unsloth[-_]bnb[-_]4[-_]?bits?"),  # some matrices stay in 16 bits
         ("mixed", r"(unsloth )?i?q\d_k_xl"),
         ("mixed", r"dq\d(_k_m|plus)?([-_]q\d)?"),
         ("mixed", r"o(ptiq|q\d)[-_ ]?(\d?bits?)?(\d[-_ ]?bits?)?"),
         ("mixed", r"iq[-_]mlx|mixed([-_ ]?\d([-_/]\d)*([-_ ]?bits?)?)?"),
-        ("mixed", r"tq\d+|turboquant|quip|aqlm|config[iv]+|jang\w*|exl[23]"),
+        ("mixed", r"tq\d+|turboquant|quip|aqlm|config[iv]+|jang\w*|exl[23]|hqq|eetq|q4f16_\d"),
+        ("mixed", r"(int\d[-_ ]|w\da\d+[-_ ])?auto[-_]?round([-_ ](int\d|w\da\d+|gptq|awq))?"),
         ("mixed", r"\d+(\.\d+)? ?bpw"),
         ("compressed-tensors", r"(quantized\.)?(?P<name>w\d+a\d+)"),
-        ("mxfp4-q8", r"mxfp4[-_]q8"),
+        ("mxfp4-q", r"mxfp4[-_]q(?P<bits>[2-8])"),
         ("mxfp4", r"mxfp4(_moe)?"),
         ("mxfp8", r"(8[-_ ]?bits?[-_])?mxfp8"),
-        ("nvfp4", r"nvfp4"),
+        ("nvfp4", r"nv-?fp4|fp4"),
         ("gptq", r"gptq([-_ ]?int(?P<bits>\d))?([-_ ](?P<wide>\d)[-_ ]?bits?)?"),
-        ("awq", r"awq([-_ ]?int(?P<bits>\d))?"),
+        ("awq", r"awq([-_ ]?int(?P<bits>\d))?([-_ ](?P<wide>\d)[-_ ]?bits?)?"),
         ("int8", r"(bnb|bitsandbytes)[-_ ]8[-_ ]?bits?|llm\.int8(\(\))?"),
         ("nf4", r"(bnb|bitsandbytes)([-_ ]4[-_ ]?bits?)?|nf4"),
         ("fp8", r"fp8(_e4m3\w*)?|float8"),
@@ -80,6 +83,7 @@ _FLOATS = {
     "fp16": "float16",
     "f32": "float32",
     "fp32": "float32",
+    "unquantized": "bfloat16",
 }
 _SIZES = {"medium": "_M", "small": "_S", "large": "_L"}
 _GROUP = re.compile(r"(?<![a-z0-9])(?:gs?|group[-_ ]?(?:size)?[-_ ]?)(32|64|128)(?![a-z0-9])")
@@ -89,7 +93,8 @@ _ALSO_GROUP = re.compile(r"(?<![a-z0-9])(32|64|128)g(?![a-z0-9])")
 _NEUTRAL = re.compile(
     "instruct|it|chat|hf|base|pt|thinking|reasoning|instruction|qat|dwq|mlx|gguf|ggml|affine|"
     "safetensors|meta|nvidia|google|unsloth|optimized|speed|text|only|full|precision|imatrix|imat|"
-    "abliterated|uncensored|lora|finetune|sft|dpo|tuned|default|act|order|gemm|gemv|marlin|dynamic"
+    "abliterated|uncensored|heretic|huihui|josiefied|lora|finetune|sft|dpo|tuned|default|act|order|"
+    "actorder|true|quantized|gemm|gemv|marlin|dynamic|block|lm|ct"
 )
 _SHARD = re.compile(r"-\d{5}-of-?(\d{5})?$")
 _DATE = re.compile(

@@ -1,8 +1,7 @@
 """The Hugging Face hub: what a repository holds, how large it is, and fetching it.
 
 All through ``huggingface_hub``, so HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, HF_HOME and the shared
-cache mean what they mean elsewhere. Whether a model is cached is read from the cache's layout
-itself, because importing ``huggingface_hub`` takes longer than a whole estimate.
+cache mean what they mean elsewhere.
 """
 
 import errno
@@ -19,6 +18,7 @@ from typing import Any
 
 from uma.checkpoint import Progress
 from uma.checkpoint.bounded_json import MAX_BYTES, loads
+from uma.checkpoint.hub_cache import DEFAULT_REVISION, cache_folder, repository_folder
 from uma.checkpoint.safetensors import (
     INDEX,
     LENGTH_BYTES,
@@ -32,7 +32,6 @@ from uma.errors import CheckpointError, HubError, StorageError
 from uma.units import format_gib
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
-DEFAULT_REVISION = "main"
 TIMEOUT_S = 5
 FIRST_RANGE_BYTES = 100_000  # most safetensors headers are shorter (huggingface_hub #1855)
 POLL_S = 0.2
@@ -100,34 +99,6 @@ def is_offline() -> bool:
     """Whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids the network."""
     value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return value.upper() in ("1", "ON", "YES", "TRUE")
-
-
-def cache_folder() -> Path:
-    """The hub's cache (huggingface_hub 2.4, ``constants.HF_HUB_CACHE``)."""
-    home = os.environ.get("HF_HOME") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache"), "huggingface"
-    )
-    folder = (
-        os.environ.get("HF_HUB_CACHE")
-        or os.environ.get("HUGGINGFACE_HUB_CACHE")
-        or os.path.join(home, "hub")
-    )
-    return Path(os.path.expandvars(os.path.expanduser(folder)))
-
-
-def repository_folder(repo: str) -> Path:
-    return cache_folder() / f"models--{repo.replace('/', '--')}"
-
-
-def cached_snapshot(repo: str, revision: str = DEFAULT_REVISION) -> Path | None:
-    """The folder of ``repo`` in the hub's cache, or None; files of it may still be missing."""
-    folder = repository_folder(repo)
-    try:
-        commit = (folder / "refs" / revision).read_text("ascii").strip()
-    except (OSError, ValueError):
-        commit = revision
-    snapshot = folder / "snapshots" / commit
-    return snapshot if commit and snapshot.is_dir() else None
 
 
 def repository(repo: str, revision: str = DEFAULT_REVISION) -> Repository:

@@ -1,14 +1,14 @@
 """What a model's name stands for: a hub id, an alias, ``repo:QUANT``, an Ollama-style tag."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from uma.catalog import (
     TUNING,
     Model,
     Repository,
-    aliases,
     find_model,
+    ids_of,
     models,
     nearest,
     repositories,
@@ -17,6 +17,7 @@ from uma.catalog import (
 )
 from uma.checkpoint.bounded_json import shown
 from uma.errors import UnknownName, UsageError
+from uma.frozen import dataclass
 
 _TYPE = r"i?q\d\w*|[bf]f?p?(?:16|32)|mxfp4(?:-q8)?|mxfp8|nvfp4|int[48]|\d-?bits?"
 _TYPE_AT_END = re.compile(rf"[-_:.](?:mlx-)?({_TYPE})$", re.IGNORECASE)
@@ -147,7 +148,7 @@ def _find(name: str) -> tuple[str, str | None]:
     for text, tag in tries:
         untuned = TUNING.sub("", re.sub(r"[\s_:]+", "-", text.lower()))
         for form in (text, untuned):
-            ids = aliases().get(words(form), ())
+            ids = ids_of(words(form))
             if len(ids) > 1:
                 raise UnknownName(f"{shown(name)} may be {', '.join(ids)}; give one of them")
             if ids:

@@ -6,16 +6,24 @@
 
 import os
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from uma.catalog import Basis, model_config
-from uma.checkpoint import Progress, default_model, gguf, gguf_split, hub, safetensors
+from uma.checkpoint import DEFAULT_MODEL, DEFAULT_MODEL_ID, Progress
 from uma.checkpoint.bounded_json import load_object
+from uma.checkpoint.hub_cache import DEFAULT_REVISION, cached_snapshot
 from uma.checkpoint.names import Resolution, resolve
 from uma.errors import CheckpointError, HubError
+from uma.frozen import dataclass
 from uma.paths import cache_folder
+
+# A model of the catalog needs no file, and reading files takes modules of some size.
+if TYPE_CHECKING:
+    from uma.checkpoint.gguf import GGUFHeader
+    from uma.checkpoint.hub import Repository, RepositoryFile
+    from uma.checkpoint.safetensors import Header
 
 Kind = Literal["mlx", "huggingface", "gguf", "hub", "catalog", "default"]
 """``mlx``, ``huggingface`` and ``gguf`` are on this disk, also where they came from the hub."""
@@ -35,13 +43,13 @@ class ModelSource:
     origin: str
     path: Path | None = None
     repo: str | None = None
-    revision: str = hub.DEFAULT_REVISION
+    revision: str = DEFAULT_REVISION
     config: dict[str, Any] | None = field(default=None, repr=False)
     config_basis: Basis = "exact"
     weight_files: tuple[Path, ...] = ()
     weight_bytes: int | None = None
-    headers: tuple[safetensors.Header, ...] = field(default=(), repr=False)
-    gguf_headers: tuple[gguf.GGUFHeader, ...] = field(default=(), repr=False)
+    headers: "tuple[Header, ...]" = field(default=(), repr=False)
+    gguf_headers: "tuple[GGUFHeader, ...]" = field(default=(), repr=False)
     download_bytes: int | None = None
     published_bytes: int | None = None
     resolution: Resolution | None = None
@@ -61,8 +69,8 @@ def locate(
         CheckpointError: If a path does not exist, or what it names is not a whole model.
         UnknownName: If no model is called so, or several are.
     """
-    if model is None or model.lower() == default_model.NAME.lower():
-        return _default(model or default_model.NAME, cache_dir)
+    if model is None or model.lower() == DEFAULT_MODEL.lower():
+        return _default(model or DEFAULT_MODEL, cache_dir)
     path = Path(os.path.expanduser(model))
     if os.path.isfile(path):  # unlike Path.is_file, false for a name that no path can have
         return _from_file(model, path)
@@ -73,8 +81,8 @@ def locate(
             f"{model}: no such file or folder; give one, or a name such as llama-3-8b"
         )
     resolution = resolve(model, bits, quant)
-    source = _from_hub(resolution, revision or hub.DEFAULT_REVISION)
-    if source.path is None and resolution.repo == default_model.HF_ID and "/" not in model:
+    source = _from_hub(resolution, revision or DEFAULT_REVISION)
+    if source.path is None and resolution.repo == DEFAULT_MODEL_ID and "/" not in model:
         return _default(model, cache_dir)
     return source
 
@@ -88,6 +96,8 @@ def probe(source: ModelSource) -> ModelSource:
     """
     if source.path is not None or source.repo is None:
         return source
+    from uma.checkpoint import hub
+
     repository = hub.repository(source.repo, source.revision)
     files = _gguf_files_of(source, repository)
     if files:
@@ -122,11 +132,15 @@ def fetch(
     if source.path is not None:
         return source
     if source.kind == "default":
+        from uma.checkpoint import default_model
+
         folder = cache_dir or models_folder()
         default_model.fetch_default_model(folder, progress)
         return _default(source.name, folder)
     if source.repo is None:
         raise HubError(f"{source.name}: no repository is known to fetch it from")
+    from uma.checkpoint import hub
+
     repository = hub.repository(source.repo, source.revision)
     files = _gguf_files_of(source, repository)
     if files:
@@ -143,10 +157,12 @@ def models_folder() -> Path:
 
 
 def _default(name: str, cache_dir: Path | None) -> ModelSource:
+    from uma.checkpoint import default_model
+
     path = default_model.find_default_model(cache_dir or models_folder())
     if path is not None:
         return replace(_from_gguf(name, path), kind="default")
-    resolution = resolve(default_model.HF_ID)
+    resolution = resolve(DEFAULT_MODEL_ID)
     assert resolution.model is not None  # the catalog has its own default
     config = model_config(resolution.model)
     return ModelSource(
@@ -183,9 +199,11 @@ def _holds_model(folder: Path) -> bool:
 def _from_file(name: str, path: Path) -> ModelSource:
     if path.suffix.lower() == ".gguf":
         return _from_gguf(name, path)
+    from uma.checkpoint.gguf import MAGIC
+
     try:
         with open(path, "rb") as file:
-            if file.read(4) == gguf.MAGIC:
+            if file.read(4) == MAGIC:
                 return _from_gguf(name, path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
@@ -195,8 +213,10 @@ def _from_file(name: str, path: Path) -> ModelSource:
 
 
 def _from_gguf(name: str, path: Path) -> ModelSource:
-    files = gguf_split.files_of_model(path)
-    header = gguf_split.read_model(path)
+    from uma.checkpoint.gguf_split import files_of_model, read_model
+
+    files = files_of_model(path)
+    header = read_model(path)
     return ModelSource(
         name=name,
         kind="gguf",
@@ -211,8 +231,10 @@ def _from_gguf(name: str, path: Path) -> ModelSource:
 def _from_folder(name: str, folder: Path) -> ModelSource:
     if not (folder / "config.json").is_file():
         raise CheckpointError(_no_config(folder))
+    from uma.checkpoint.safetensors import headers_of_folder
+
     config = load_object(folder / "config.json")
-    headers = safetensors.headers_of_folder(folder)
+    headers = headers_of_folder(folder)
     mlx = "quantization" in config or any(h.metadata.get("format") == "mlx" for h in headers)
     return ModelSource(
         name=name,
@@ -235,18 +257,18 @@ def _no_config(folder: Path) -> str:
     return f"{folder}: has no config.json, so it is not a model's folder"
 
 
-def _gguf_files_of(
-    source: ModelSource, repository: hub.Repository
-) -> tuple[hub.RepositoryFile, ...]:
+def _gguf_files_of(source: ModelSource, repository: "Repository") -> "tuple[RepositoryFile, ...]":
     """The files of the GGUF type that was asked; none where MLX or Hugging Face weights were.
 
     Raises:
         CheckpointError: If there are none of that type, or nothing but GGUF and no type was asked.
     """
+    from uma.checkpoint.safetensors import WEIGHTS
+
     wanted = source.resolution.gguf_type if source.resolution else None
     files = () if wanted is None else repository.select_gguf(wanted)
     names = [file.name for file in repository.files if file.name.endswith(".gguf")]
-    only_gguf = names and not repository.select((safetensors.WEIGHTS,))
+    only_gguf = names and not repository.select((WEIGHTS,))
     if not files and (wanted is not None or only_gguf):
         lacks = (
             f"no GGUF of type {wanted}" if wanted else f"only GGUF; add a type: {source.repo}:Q8_0"
@@ -305,9 +327,11 @@ def _stored_quantization(resolution: Resolution) -> dict[str, Any]:
 
 def _from_cache(resolution: Resolution, repo: str, revision: str) -> ModelSource | None:
     """The model in the hub's cache, or None if it is not there as a whole."""
-    folder = hub.cached_snapshot(repo, revision)
+    folder = cached_snapshot(repo, revision)
     if folder is None:
         return None
+    from uma.checkpoint.hub import is_gguf_of_type
+
     known = (
         resolution if repo == resolution.repo else replace(resolution, repo=repo, repository=None)
     )
@@ -316,7 +340,7 @@ def _from_cache(resolution: Resolution, repo: str, revision: str) -> ModelSource
             files = sorted(
                 path
                 for path in (*folder.glob("*.gguf"), *folder.glob("*/*.gguf"))
-                if hub.is_gguf_of_type(path.name, known.gguf_type)
+                if is_gguf_of_type(path.name, known.gguf_type)
             )
             source = _from_gguf(resolution.name, files[0]) if files else None
         else:

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from uma.errors import UsageError
 if TYPE_CHECKING:
     from uma.ledger import Ledger
     from uma.measurement.generation import Stats
+    from uma.plan.inference import InferencePlan
     from uma.runtime.generate import Piece, Settings
     from uma.runtime.session import Measured
 
@@ -31,9 +33,22 @@ class Reply:
 
 def run_prompt(chosen: RunOptions) -> int:
     """Answer one prompt."""
-    prompt = prompt_text(chosen)
-    with ready(chosen) as have:
+    prompt = messages_of(chosen, prompt_text(chosen))
+    with ready(chosen, check=partial(_check, chosen, prompt)) as have:
         return _answer(chosen, have, prompt)
+
+
+def _check(
+    chosen: RunOptions, messages: list[dict[str, Any]], plan: "InferencePlan", tokenizer: Any
+) -> None:
+    """Raise what would stop the answer only after minutes of loading."""
+    from uma.runtime.generate import generation_limit
+    from uma.runtime.prompt_file import check_writable
+
+    tokens = chat_prompt(chosen, tokenizer, messages)
+    generation_limit(len(tokens), plan.workload.context_tokens, chosen.max_tokens)
+    if chosen.prompt_cache is not None:
+        check_writable(chosen.prompt_cache)
 
 
 def prompt_text(chosen: RunOptions) -> str:
@@ -44,7 +59,7 @@ def prompt_text(chosen: RunOptions) -> str:
     """
     text = chosen.prompt
     if text is None or text == "-":
-        text = sys.stdin.read()
+        text = "" if sys.stdin is None else sys.stdin.read()
     if not text.strip():
         raise UsageError("the prompt is empty; give one with --prompt, or pipe it in")
     return text
@@ -63,11 +78,11 @@ def message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content.encode("utf-8", "replace").decode()}
 
 
-def chat_prompt(chosen: RunOptions, have: Ready, messages: list[dict[str, Any]]) -> list[int]:
+def chat_prompt(chosen: RunOptions, tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
     from uma.runtime.template import chat_tokens
 
     return chat_tokens(
-        have.session.loaded.tokenizer,
+        tokenizer,
         messages,
         thinking=chosen.thinking != "off",
         template_config=template_config(chosen),
@@ -92,16 +107,14 @@ def settings_of(chosen: RunOptions, have: Ready) -> "Settings":
     )
 
 
-def _answer(chosen: RunOptions, have: Ready, prompt: str) -> int:
-    from uma.runtime.prompt_file import check_writable, load_prompt, save_prompt
+def _answer(chosen: RunOptions, have: Ready, messages: list[dict[str, Any]]) -> int:
+    from uma.runtime.prompt_file import load_prompt, save_prompt
 
     session, file = have.session, chosen.prompt_cache
-    tokens = chat_prompt(chosen, have, messages_of(chosen, prompt))
+    tokens = chat_prompt(chosen, session.loaded.tokenizer, messages)
     settings = settings_of(chosen, have)
-    if file is not None:
-        check_writable(file)
-        if file.exists():
-            load_prompt(file, session.cache, session.loaded)
+    if file is not None and file.exists():
+        load_prompt(file, session.cache, session.loaded)
     reply = stream(chosen, have, tokens, settings)
     finish(chosen, have, settings, reply)
     if reply.interrupted:  # the file may hold more than the cache does now
@@ -215,7 +228,7 @@ def run_batch(chosen: RunOptions) -> int:
 
     with ready(chosen) as have:
         tokens = [
-            chat_prompt(chosen, have, messages_of(chosen, prompt))
+            chat_prompt(chosen, have.session.loaded.tokenizer, messages_of(chosen, prompt))
             for prompt in chosen.batch_prompts
         ]
         print_answers(chosen, have, tokens, settings_of(chosen, have))

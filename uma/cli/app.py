@@ -78,14 +78,17 @@ def _option_names(commands: Iterable[str]) -> set[str]:
     return found
 
 
-def _defaults(one: Any, settings: dict[str, str]) -> dict[str, Any]:
+def _defaults(one: Any, settings: dict[str, str | list[str]]) -> dict[str, Any]:
     """Of a command its options' values; of a group those of its commands too, by name."""
     values: dict[str, Any] = {}
     for option in _options(one):
         name = str(option.name)
         value = os.environ.get(f"UMA_{name.upper()}") or settings.get(name)
         if value:
-            values[name] = [value] if getattr(option, "multiple", False) else value
+            many = getattr(option, "multiple", False)
+            if isinstance(value, list) and not many:
+                raise UsageError(f"config.toml: {name.replace('_', '-')} takes one value")
+            values[name] = [value] if many and not isinstance(value, list) else value
     for name, sub in getattr(one, "commands", {}).items():
         values[name] = _defaults(sub, settings)
     return values

@@ -104,9 +104,8 @@ def print_answers(
 def _answered(
     chosen: RunOptions, have: "Ready", tokens: list[list[int]], settings: "Settings"
 ) -> "BatchResult":
-    from uma.runtime.batch import batch
+    from uma.runtime.session import answer_all
 
-    workload = have.planned.plan.workload
     done = 0
     with progress("answered", quiet=chosen.quiet) as show:
 
@@ -115,14 +114,7 @@ def _answered(
             done += 1
             show(done, len(tokens))
 
-        return batch(
-            have.session.loaded,
-            tokens,
-            context_tokens=workload.context_tokens,
-            settings=settings,
-            batch_size=workload.batch_size,
-            on_answer=on_answer,
-        )
+        return answer_all(have.session, tokens, settings, on_answer)
 
 
 def _answer_json(chosen: RunOptions, answer: "BatchAnswer") -> dict[str, Any]:

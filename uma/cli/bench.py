@@ -112,11 +112,12 @@ def _document(have: "Ready", result: "Bench", ledger: "Ledger") -> dict[str, Any
         rates
         | {"trials": [asdict(trial) for trial in result.trials]}
         | plan_json(have.planned.plan, model_json(have.planned.source))
-        | {"ledger": ledger.to_json(), "row": _row(have, result, ledger)}
+        | {"ledger": ledger.to_json(), "row": row_of(have, result, ledger)}
     )
 
 
-def _row(have: "Ready", result: "Bench", ledger: "Ledger") -> dict[str, Any]:
+def row_of(have: "Ready", result: "Bench", ledger: "Ledger") -> dict[str, Any]:
+    """The measurement as a row of the table of measurements."""
     import time
 
     from uma.records import model_name

@@ -101,7 +101,7 @@ def _turn(chat: _Chat, text: str) -> None:
     asked = [*chat.messages, message("user", text)]
     tokens: list[int] = []
     try:
-        tokens = chat_prompt(chat.chosen, chat.have, asked)
+        tokens = chat_prompt(chat.chosen, chat.have.session.loaded.tokenizer, asked)
         reply = stream(chat.chosen, chat.have, tokens, chat.settings)
     except UsageError as error:
         full = len(tokens) >= chat.have.planned.plan.workload.context_tokens

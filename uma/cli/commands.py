@@ -10,7 +10,9 @@ COMMANDS = {
     "estimate": ("uma.cli.estimate", "Predict a model's memory, term by term."),
     "bench": ("uma.cli.bench", "Time a model, and hold its memory against the prediction."),
     "convert": ("uma.cli.convert", "Write a model as an MLX folder, in little memory."),
+    "measure": ("uma.cli.measure", "Show what memory holds, and what it gives."),
     "models": ("uma.cli.models", "List the models of the catalog, smallest first."),
+    "doctor": ("uma.cli.doctor", "Check this installation, and calibrate estimates to it."),
     "machines": ("uma.cli.machines", "List the machines of the catalog."),
 }
 

@@ -1,7 +1,7 @@
 """``uma estimate``: the memory of one model on any machine, under any engine."""
 
 import json as json_module
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -9,11 +9,8 @@ from uma.cli import options as opt
 from uma.cli.options import RunOptions, chosen_model, size_option
 from uma.workload import DEFAULT_KV_GROUP_SIZE, Engine, Inference
 
-if TYPE_CHECKING:
-    from uma.checkpoint.source import ModelSource
-    from uma.plan.estimate import Estimate
-
 FlashAttention = Literal["on", "off", "auto"]
+CacheDtype = Literal["auto", "bfloat16", "fp8"]
 
 
 def estimate(
@@ -39,15 +36,21 @@ def estimate(
             "-c",
             min=1,
             max=opt.MAX_CONTEXT_TOKENS,
-            help="Prompt plus answer, in tokens.",
+            help="Prompt plus answer of each sequence, in tokens.",
         ),
     ] = Inference().context_tokens,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", "--parallel", "-np", min=1, help="Sequences at once.")
-    ] = 1,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Sequences at once.")] = 1,
     prefill_step_size: opt.PrefillStep = None,
     kv_bits: opt.KvBits = None,
     kv_group_size: opt.KvGroupSize = DEFAULT_KV_GROUP_SIZE,
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="mlx: trace mlx-lm's own code, without weights, beside it."),
+    ] = False,
+    parallel: Annotated[
+        int | None,
+        typer.Option("--parallel", "-np", min=1, help="llama.cpp: slots, each with the context."),
+    ] = None,
     cache_type_k: Annotated[
         str, typer.Option("--cache-type-k", "-ctk", help="llama.cpp: type of the keys.")
     ] = "f16",
@@ -63,9 +66,37 @@ def estimate(
     swa_full: Annotated[
         bool, typer.Option("--swa-full", help="llama.cpp: whole caches of sliding layers.")
     ] = False,
+    kv_cache_dtype: Annotated[CacheDtype, typer.Option(help="vllm: type of the cache.")] = "auto",
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(min=0.01, max=1, help="vllm: share of the card that it reserves.")
+    ] = 0.92,
+    requests: Annotated[
+        str | None,
+        typer.Option(
+            help="vllm: lengths as PROMPT+ANSWER[xTIMES], such as 512+128x9,4096+512: what paged "
+            "and contiguous caches hold of them."
+        ),
+    ] = None,
     machine: Annotated[
         str | None,
         typer.Option(help="Machine by name, such as mac-studio-m3-ultra-512 or 2xh100."),
+    ] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(help="A Mac of which the memory is known, as sold: 64GB is 64 GiB."),
+    ] = None,
+    macos: Annotated[
+        int | None, typer.Option(min=11, help="Major version of macOS, which sets the GPU limit.")
+    ] = None,
+    gpu_limit: Annotated[
+        str | None,
+        typer.Option(help="GPU limit of unified memory, such as iogpu.wired_limit_mb: 57344MiB."),
+    ] = None,
+    vram: Annotated[
+        str | None, typer.Option(help="Memory of each card, as sold, instead of what is read.")
+    ] = None,
+    host_ram: Annotated[
+        str | None, typer.Option(help="Memory of the machine that the cards are in, as sold.")
     ] = None,
     budget: opt.BudgetSize = None,
     reserve: opt.Reserve = None,
@@ -79,7 +110,8 @@ def estimate(
     \b
     Examples:
       uma estimate llama-3-70b --machine mac-studio-m2-ultra-192
-      uma estimate qwen3-30b-a3b --quant Q4_K_M -c 32768 -ctk q8_0 -ctv q8_0
+      uma estimate llama-3-70b --ram 64GB --macos 26 --exact
+      uma estimate qwen3-30b-a3b --machine rtx-4090 -c 32768 -ctk q8_0 -ctv q8_0
       uma estimate llama-3-8b --engine vllm --quant fp8 --batch-size 8 --json
     """
     chosen = RunOptions(
@@ -97,54 +129,42 @@ def estimate(
         reserve_bytes=size_option(reserve, "--reserve"),
         json=json,
     )
+    sizes = {"ram": ram, "gpu_limit": gpu_limit, "vram": vram, "host_ram": host_ram}
+    raise typer.Exit(_estimate(context_, chosen, engine, machine, macos, sizes))
+
+
+def _estimate(
+    context: typer.Context,
+    chosen: RunOptions,
+    engine: Engine | None,
+    named: str | None,
+    macos: int | None,
+    sizes: dict[str, str | None],
+) -> int:
+    """Print the estimate; the exit code."""
+    from uma.cli import asked
     from uma.cli.plan import model_json
     from uma.errors import DoesNotFit
+    from uma.plan.findings import findings
     from uma.report.estimate import estimate_json, estimate_text
 
-    llama = {
-        "cache_type_k": cache_type_k,
-        "cache_type_v": cache_type_v,
-        "n_ubatch": ubatch_size,
-        "flash_attn": flash_attn,
-        "swa_full": swa_full,
-    }
-    source, found = _estimated(chosen, engine, llama, machine)
-    if json:
+    params = context.params
+    if params["exact"]:
+        engine = engine or "mlx"
+    machine = asked.machine_asked(engine, named, macos, sizes)
+    given = [name for name in asked.OWN_OPTIONS if opt.given(context, name)]
+    engine = asked.engine_asked(engine, machine, given)
+    if engine == "mlx":
+        source, case = asked.mlx_asked(chosen, machine)
+        found = findings(case, traced=asked.traced(source, case) if params["exact"] else None)
+    else:
+        options = asked.own_options(engine, params)
+        source, other = asked.engine_case_asked(chosen, engine, machine, options)
+        pages = asked.paging(params["requests"], other) if params["requests"] else None
+        found = findings(other, paging=pages, compare=asked.compare_command(chosen, named))
+    if chosen.json:
         print(json_module.dumps(estimate_json(found, model_json(source)), indent=2))
     else:
         print(estimate_text(found, source.name))
-    raise typer.Exit(DoesNotFit.exit_code if found.ledger.verdict == "exceeds" else 0)
-
-
-def _estimated(
-    chosen: RunOptions, engine: Engine | None, llama: dict[str, Any], machine_name: str | None
-) -> "tuple[ModelSource, Estimate]":
-    """The model, and what it needs on the machine."""
-    from uma.architecture import architecture_from_config
-    from uma.cli.plan import described, located, plan_of
-    from uma.errors import UnsupportedModel
-    from uma.machine import budget_of, read_machine
-    from uma.machine.here import machine_of
-    from uma.plan import estimate as plan
-
-    alone = machine_name is None and engine == "mlx"  # as `uma run` sees this machine
-    machine = read_machine() if alone else machine_of(machine_name)
-    engine = engine or plan.default_engine(machine)
-    if engine == "mlx":
-        source = described(chosen, located(chosen))
-        return source, plan.estimate_of_plan(plan_of(chosen, source, machine).plan)
-    # The format is the engine's own: what the name stands for without it.
-    quant = chosen.quant or (plan.format_of_bits(engine, chosen.bits) if chosen.bits else None)
-    plain = chosen._replace(quant=None, bits=None)
-    source = described(plain, located(plain))
-    if source.config is None:
-        raise UnsupportedModel(f"{source.name}: its configuration is not known")
-    architecture = architecture_from_config(source.config)
-    budget = budget_of(
-        machine, user_budget_bytes=chosen.budget_bytes, reserve_bytes=chosen.reserve_bytes
-    )
-    assert chosen.context is not None  # it has a default here
-    workload = Inference(chosen.context, batch_size=chosen.batch_size, kv_bits=chosen.kv_bits)
-    return source, plan.estimate_of_engine(
-        architecture, engine, quant, workload, budget, machine=machine, llama=llama
-    )
+    exceeds = found.estimate.ledger.verdict == "exceeds"
+    return DoesNotFit.exit_code if exceeds else 0

@@ -75,6 +75,18 @@ def _record(have: Ready, report: dict[str, Any]) -> str | None:
         "versions": versions(),
         "settings": report["settings"],
         "ledger": report["ledger"] | {"process": report["process"]},
-        "speeds": speeds,
+        "speeds": speeds | {"decode_read_bytes": _read_bytes(have, report)},
     }
     return write_record(kept, records_folder()).note
+
+
+def _read_bytes(have: Ready, report: dict[str, Any]) -> int:
+    """What each token of decode read, as the run ended: the part that decode's bandwidth needs."""
+    from uma.measurement.decode import decode_read_bytes
+
+    caches = [
+        term["measured_bytes"] or 0
+        for term in report["ledger"]["terms"]
+        if (term["name"], term["phase"]) in (("kv_cache", "decode"), ("recurrent_state", "always"))
+    ]
+    return decode_read_bytes(have.planned.plan, sum(caches))

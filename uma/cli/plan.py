@@ -1,12 +1,13 @@
 """From the options of a command to a plan: what the model is, what it needs, whether it fits."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from uma.cli.progress import say
 from uma.errors import DoesNotFit, UnsupportedModel, UsageError
+from uma.frozen import dataclass
 
 if TYPE_CHECKING:
     from uma.architecture.layers import Architecture
@@ -28,9 +29,10 @@ class Planned:
 
 def print_plan(chosen: "RunOptions", emit: "Server | None") -> int:
     """``--dry-run`` and ``--emit``: nothing is loaded and nothing is fetched but headers."""
+    from uma.cli.calibrated import calibrated
     from uma.machine import read_machine
 
-    machine = read_machine()
+    machine = calibrated(read_machine())
     source = described(chosen, located(chosen))
     draft = None
     if chosen.draft_model is not None:

@@ -1,11 +1,13 @@
 """Progress on stderr: one line that is rewritten on a terminal, nothing elsewhere."""
 
+import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from uma.units import format_gib
+from uma.units import format_gib, printable
 
 _INTERVAL_S = 0.1
 
@@ -13,7 +15,8 @@ _INTERVAL_S = 0.1
 def say(text: str, quiet: bool = False) -> None:
     """Tell a person something, beside the result."""
     if not quiet:
-        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the answer on stdout goes on without what is said here
+            print(printable(text), file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -24,7 +27,7 @@ def progress(
 
     It is not wiped once more at the end of the block: other text may stand there by then.
     """
-    shown = not quiet and sys.stderr.isatty()
+    shown = not quiet and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     last = 0.0
 
     def show(done: int, total: int) -> None:

@@ -1,7 +1,7 @@
 """From the options of ``uma run`` to a loaded model: plan, confirm, fetch, convert, lock, load."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from uma.units import format_gib
 if TYPE_CHECKING:
     from uma.checkpoint.source import ModelSource
     from uma.machine import Machine
+    from uma.plan.inference import InferencePlan
     from uma.runtime.session import Session
 
 
@@ -35,8 +36,14 @@ class Ready:
     blas: str
 
 
+Check = Callable[["InferencePlan", Any], None]
+"""Called with the plan and the tokenizer before the weights are read: it raises what is wrong."""
+
+
 @contextmanager
-def ready(chosen: RunOptions, command: str = "uma run") -> Iterator[Ready]:
+def ready(
+    chosen: RunOptions, command: str = "uma run", check: Check | None = None
+) -> Iterator[Ready]:
     """The model of ``chosen``, loaded within its plan.
 
     Raises:
@@ -69,26 +76,35 @@ def ready(chosen: RunOptions, command: str = "uma run") -> Iterator[Ready]:
         planned = plan_of(chosen, source, machine, beside, timed=True)
         require_fit(chosen, planned, quiet=chosen.quiet)
         tell_plan(chosen, planned)
-        with _loaded(chosen, planned, draft) as session:
+        with _loaded(chosen, planned, draft, check) as session:
             yield Ready(session, planned, blas)
 
 
 @contextmanager
 def _loaded(
-    chosen: RunOptions, planned: Planned, draft: "ModelSource | None"
+    chosen: RunOptions, planned: Planned, draft: "ModelSource | None", check: Check | None
 ) -> "Iterator[Session]":
+    from uma.runtime.generate import sampling_defaults
     from uma.runtime.session import open_session
 
-    assert planned.source.path is not None
+    folder = planned.source.path
+    assert folder is not None
+
+    def before_weights(tokenizer: Any) -> None:
+        sampling_defaults(folder)
+        if check is not None:
+            check(planned.plan, tokenizer)
+
     with (
         progress("loading layers", quiet=chosen.quiet) as show,
         open_session(
             planned.plan,
-            planned.source.path,
+            folder,
             wire=chosen.wire,
             adapter_path=chosen.adapter_path,
             draft_folder=None if draft is None else draft.path,
             progress=show,
+            on_tokenizer=before_weights,
         ) as session,
     ):
         for line in (*session.limits.notes, *session.loaded.notes):
@@ -138,14 +154,15 @@ def require_mlx(quiet: bool) -> str:
 
 
 def live_machine() -> "Machine":
-    """This machine, its limit as Metal itself tells it where there is Metal."""
+    """This machine, calibrated, its limit as Metal itself tells it where there is Metal."""
+    from uma.cli.calibrated import calibrated
     from uma.machine import read_machine
 
     if sys.platform != "darwin":
-        return read_machine()
+        return calibrated(read_machine())
     from uma.runtime.limits import device_facts
 
-    return read_machine(device_facts())
+    return calibrated(read_machine(device_facts()))
 
 
 def require_fit(chosen: RunOptions, planned: Planned, *, quiet: bool) -> None:
@@ -179,7 +196,7 @@ def confirmed(chosen: RunOptions, source: "ModelSource") -> "ModelSource":
     Raises:
         Unconfirmed: If nobody could be asked, or said no.
     """
-    from uma.checkpoint.hub import cache_folder as hub_cache_folder
+    from uma.checkpoint.hub_cache import cache_folder as hub_cache_folder
     from uma.checkpoint.source import probe
 
     if source.kind == "default":
@@ -207,14 +224,17 @@ def converted(chosen: RunOptions, source: "ModelSource") -> "ModelSource":
     """A GGUF source as the folder that it was converted to, once."""
     from uma.checkpoint.source import locate
     from uma.paths import cache_folder
-    from uma.runtime.gguf.convert import converted_folder
+    from uma.runtime.gguf.convert import converted_folder, planned_config
 
     assert source.path is not None
+    asked = asked_quantization(chosen)
+    for note in planned_config(source.gguf_headers[0], asked)[1]:
+        say(f"note: {note}", chosen.quiet)
     with progress("converting", quiet=chosen.quiet, sizes=True) as show:
         folder = converted_folder(
             source.path,
             cache_folder() / "converted",
-            quantization=asked_quantization(chosen),
+            quantization=asked,
             progress=show,
         )
     return replace(locate(str(folder)), name=source.name, kind=source.kind)

@@ -105,17 +105,21 @@ def device_terms(
     quant: str,
     workload: Inference,
     settings: LlamaCpp | None = None,
+    weights_bytes: int | None = None,
 ) -> tuple[MemoryTerm, ...]:
     """The device's own buffers of model, cache and computation, as llama.cpp's log prints them.
 
     The host keeps the token embeddings and the inputs of the graph. All layers are offloaded.
+    ``weights_bytes`` are those of the model's buffer where they are known already.
     """
+    if weights_bytes is None:
+        weights_bytes = device_weight_bytes(architecture, quant)
     sequences, batch = _reserved(architecture, workload, settings or LlamaCpp())
     cache = kv_cache_bytes(
         architecture, batch.held, batch.type_k, batch.type_v, flash_attn=batch.flash_attn
     )
     sizes: tuple[tuple[TermName, int, Basis], ...] = (
-        ("weights", device_weight_bytes(architecture, quant), "exact"),
+        ("weights", weights_bytes, "exact"),
         ("kv_cache", cache, "exact"),
         ("recurrent_state", state_bytes(architecture, sequences), "exact"),
         ("activations", compute_bytes(architecture, batch), "bound"),

@@ -12,7 +12,6 @@ from uma.architecture.layers import (
     LatentAttention,
     Layer,
     Recurrent,
-    parameters,
 )
 from uma.engines.mlx_phases import STEPS_IN_FLIGHT, Generation, Moment, chunks, decode, prefill
 from uma.memory.activations import (
@@ -59,11 +58,21 @@ def inference_terms(
         states = run.state_bytes
         terms.append(MemoryTerm("recurrent_state", states, "exact", "cache.py, ArraysCache"))
     if workload.longest_prompt_tokens > 1:
-        terms += _phase_terms("prefill", prefill(run), source)
+        terms += _phase_terms("prefill", _prompts(run), source)
     terms += _phase_terms("decode", decode(run), source)
     logits = _logits_bytes(architecture.vocab_size, workload.batch_size, activation_bytes)
     terms.append(MemoryTerm("logits", logits, "bound", "generate.py, two steps", "decode"))
     return tuple(terms)
+
+
+def _prompts(run: Generation) -> Moment:
+    """Prefill of the prompts that run together, beside the caches of all sequences."""
+    workload = run.workload
+    together = min(workload.prefill_batch_size or workload.batch_size, workload.batch_size)
+    if together == workload.batch_size:
+        return prefill(run)
+    moment = prefill(replace(run, workload=replace(workload, batch_size=together)))
+    return Moment(moment.cache_bytes * workload.batch_size // together, moment.transient)
 
 
 def _phase_terms(phase: Phase, moment: Moment, source: str) -> list[MemoryTerm]:
@@ -126,8 +135,8 @@ def largest_buffer_bytes(
     activation_bytes: int = 2,
 ) -> int:
     """The largest single array: a matrix of the weights, or what a run computes."""
-    elements = max(p.size for p in parameters(architecture))
-    matrix = elements * weights.size_bytes // max(1, architecture.num_parameters)
+    largest = architecture.largest_parameter
+    matrix = largest * weights.size_bytes // max(1, architecture.num_parameters)
     output = largest_output_bytes(
         architecture, weights, workload, backend=backend, activation_bytes=activation_bytes
     )
@@ -155,7 +164,7 @@ def largest_output_bytes(
     ends = [(tokens, cached) for _, tokens, cached in chunks(workload)]
     for tokens, cached in (*ends, (1, workload.context_tokens - 1)):
         call = run.call(tokens, cached)
-        sizes += [_layer_output(layer, call, backend) for layer in set(architecture.layers)]
+        sizes += [_layer_output(layer, call, backend) for layer, _ in run.kinds]
     return max(sizes)
 
 

@@ -4,7 +4,7 @@ mlx-lm 0.32.2: ``make_prompt_cache`` in ``models/cache.py`` and ``make_cache`` o
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeGuard
 
 from uma.architecture.layers import (
@@ -16,6 +16,7 @@ from uma.architecture.layers import (
     Recurrent,
 )
 from uma.errors import UsageError
+from uma.frozen import dataclass
 from uma.memory.kv_cache import LayerCache, StateCache, TokenCache
 
 # Modules without ``make_cache``: every layer gets the same cache, sliding or not.
@@ -70,19 +71,19 @@ def layer_caches(
     if kv_bits is not None and kv_bits not in KV_BITS:
         raise UsageError(f"--kv-bits {kv_bits}: allowed are {', '.join(map(str, KV_BITS))}")
     chosen = kv_quantization(architecture, kv_group_size).layers if kv_bits else ()
-    return tuple(
-        LayerCache(
-            i,
-            tuple(
+    made: dict[tuple[int, bool], tuple[TokenCache | StateCache, ...]] = {}
+    for i, kind in enumerate(architecture.kinds):
+        key = (id(kind), i in chosen)
+        if key not in made:
+            caches = tuple(_caches(architecture, kind)) if _holds_cache(kind) else ()
+            made[key] = tuple(
                 replace(cache, kv_bits=kv_bits, kv_group_size=kv_group_size)
                 if i in chosen and _is_quantizable(cache)
                 else cache
-                for cache in _caches(architecture, layer)
-            ),
-        )
-        for i, layer in enumerate(architecture.layers)
-        if _holds_cache(layer)
-    )
+                for cache in caches
+            )
+    held = ((i, made[id(kind), i in chosen]) for i, kind in enumerate(architecture.kinds))
+    return tuple(LayerCache(i, caches) for i, caches in held if caches)
 
 
 def _is_quantizable(cache: TokenCache | StateCache) -> TypeGuard[TokenCache]:

@@ -5,15 +5,18 @@ mlx-lm 0.32.2, ``generate.py``, ``generate_step``: the prompt but its last token
 steps in flight.
 """
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 
 from uma.architecture.layers import Architecture, Layer, Recurrent
 from uma.engines.mlx_cache import EXPANDED, OWN_ATTENTION, layer_caches
+from uma.frozen import dataclass
 from uma.memory.activations import Call, Transient, held_bytes, kept_bytes, largest, layer_transient
-from uma.memory.kv_cache import Slots, TokenCache, cache_bytes, state_bytes, trace
-from uma.memory.metal_activations import LayerTape, layer_tape, run_ahead
+from uma.memory.kv_cache import LayerCache, Slots, TokenCache, cache_bytes, state_bytes, trace
+from uma.memory.metal_activations import STEADY_LAYERS, LayerTape, layer_tape, run_ahead
 from uma.workload import Backend, Inference
 
 STEPS_IN_FLIGHT = 2  # generate_step runs one token ahead of the one it yields
@@ -41,32 +44,55 @@ class Generation:
     backend: Backend
     activation_bytes: int
 
-    @property
+    @cached_property
     def weight_elements(self) -> float:
         """Elements of MLX arrays per parameter: packed 32-bit words, scales and biases, or one."""
         per_parameter = self.weight_bytes / max(1, self.architecture.num_parameters)
         return 1.0 if per_parameter > 1.5 else per_parameter / 4 + 1 / 64
 
     @cached_property
-    def caches(self) -> dict[int, tuple[TokenCache, ...]]:
-        """Caches that grow with the text, by layer."""
-        layers = layer_caches(
+    def layer_caches(self) -> tuple[LayerCache, ...]:
+        return layer_caches(
             self.architecture,
             kv_bits=self.workload.kv_bits,
             kv_group_size=self.workload.kv_group_size,
         )
+
+    @cached_property
+    def caches(self) -> dict[int, tuple[TokenCache, ...]]:
+        """Caches that grow with the text, by layer."""
         return {
             layer.layer: tuple(c for c in layer.caches if isinstance(c, TokenCache))
-            for layer in layers
+            for layer in self.layer_caches
         }
+
+    @cached_property
+    def cache_groups(self) -> dict[tuple[TokenCache, ...], list[int]]:
+        """Layers by the caches that they hold: most models have one or two kinds."""
+        groups: dict[tuple[TokenCache, ...], list[int]] = {}
+        for layer, caches in self.caches.items():
+            groups.setdefault(caches, []).append(layer)
+        return groups
 
     @property
     def state_bytes(self) -> int:
         return state_bytes(
-            layer_caches(self.architecture),
+            self.layer_caches,
             batch_size=self.workload.batch_size,
             dtype_bytes=self.activation_bytes,
         )
+
+    @property
+    def layers(self) -> tuple[tuple[int, Layer], ...]:
+        """The kind of every layer."""
+        return tuple(enumerate(self.architecture.kinds))
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Layer, int], ...]:
+        """Each kind of layer, and how many there are."""
+        layers = {id(layer): layer for layer in self.architecture.kinds}
+        counts = Counter(map(id, self.architecture.kinds))
+        return tuple((layers[key], count) for key, count in counts.items())
 
     @cached_property
     def evaluated(self) -> tuple[tuple[int, Layer], ...]:
@@ -75,7 +101,7 @@ class Generation:
         A recurrent last layer runs its mixer, whose state is cached.
         """
         last = max(self.caches, default=0)
-        *before, end = enumerate(self.architecture.layers[: last + 1])
+        *before, end = self.layers[: last + 1]
         if any(isinstance(mixer, Recurrent) for mixer in end[1].mixers):
             before.append((last, replace(end[1], feed_forward=())))
         return tuple(before)
@@ -97,8 +123,9 @@ class Generation:
 
     def layer_call(self, index: int, call: Call) -> Call:
         """The call as one layer sees it: only some layers' caches are quantized."""
-        quantized = any(cache.kv_bits for cache in self.caches.get(index, ()))
-        return call if quantized or call.kv_bits is None else replace(call, kv_bits=None)
+        if call.kv_bits is None or any(cache.kv_bits for cache in self.caches.get(index, ())):
+            return call
+        return replace(call, kv_bits=None)
 
 
 def chunks(workload: Inference) -> list[tuple[int, int, int]]:
@@ -123,7 +150,7 @@ def prefill(generation: Generation) -> Moment:
     workload = generation.workload
     traces = {
         cache: trace(cache, workload.longest_prompt_tokens, workload.prefill_step_size)
-        for caches in generation.caches.values()
+        for caches in generation.cache_groups
         for cache in caches
     }
     moments = [
@@ -139,30 +166,31 @@ def prefill(generation: Generation) -> Moment:
 
 
 def _chunk(
-    generation: Generation, traces: dict[TokenCache, tuple[Slots, ...]], index: int, call: Call
+    generation: Generation, traces: dict[TokenCache, dict[int, Slots]], index: int, call: Call
 ) -> Moment:
-    after: dict[int, int] = {}
+    after = 0
     grown: dict[int, int] = {}
-    for layer, caches in generation.caches.items():
-        sizes = [generation.slot_bytes(c) * traces[c][index].slots for c in caches]
-        after[layer] = sum(sizes)
+    for caches, layers in generation.cache_groups.items():
+        size = sum(generation.slot_bytes(c) * traces[c][index].slots for c in caches)
+        after += len(layers) * size
         if index and any(traces[c][index].slots != traces[c][index - 1].slots for c in caches):
-            grown[layer] = after[layer]
-    held = sum(held_bytes(layer, call) for layer in generation.architecture.layers)
+            grown |= dict.fromkeys(layers, size)
+    held = sum(count * held_bytes(layer, call) for layer, count in generation.kinds)
     if index == 0:
         held += _unquantized(generation, traces)
     transient = _transient(generation, generation.evaluated, grown, call)
-    return Moment(sum(after.values()), transient + Transient(held))
+    return Moment(after, transient + Transient(held))
 
 
-def _unquantized(generation: Generation, traces: dict[TokenCache, tuple[Slots, ...]]) -> int:
+def _unquantized(generation: Generation, traces: dict[TokenCache, dict[int, Slots]]) -> int:
     """The first chunk's caches before they are quantized, which is evaluated last of all."""
     extra = 0
-    for caches in generation.caches.values():
+    for caches, layers in generation.cache_groups.items():
         for cache in caches:
             if cache.kv_bits is not None:
                 full = generation.slot_bytes(replace(cache, kv_bits=None))
-                extra += (full - generation.slot_bytes(cache)) * traces[cache][0].slots
+                saved = full - generation.slot_bytes(cache)
+                extra += len(layers) * saved * traces[cache][0].slots
     return extra
 
 
@@ -171,11 +199,11 @@ def decode(generation: Generation) -> Moment:
 
     Sliding layers start with what a chunk of the prompt left, and shrink with the first token.
     """
-    workload, architecture = generation.workload, generation.architecture
+    workload = generation.workload
     prompt = workload.longest_prompt_tokens
     generated = max(0, workload.context_tokens - prompt)
     sizes = cache_bytes(
-        layer_caches(architecture, kv_bits=workload.kv_bits, kv_group_size=workload.kv_group_size),
+        generation.layer_caches,
         prompt,
         workload.prefill_step_size,
         generated,
@@ -183,11 +211,11 @@ def decode(generation: Generation) -> Moment:
         dtype_bytes=generation.activation_bytes,
     )
     call = generation.call(1, max(prompt, workload.context_tokens) - 1)
-    grown = {
-        layer: sum(generation.slot_bytes(c) * _growing_slots(c, call) for c in caches)
-        for layer, caches in generation.caches.items()
-    }
-    transient = _transient(generation, tuple(enumerate(architecture.layers)), grown, call)
+    grown: dict[int, int] = {}
+    for caches, layers in generation.cache_groups.items():
+        size = sum(generation.slot_bytes(c) * _growing_slots(c, call) for c in caches)
+        grown |= dict.fromkeys(layers, size)
+    transient = _transient(generation, generation.layers, grown, call)
     end = max(sizes.prefill_end, sizes.decode_end)
     shrunk = max(0, _before_last_token(generation) - end)
     return Moment(end, transient + Transient(shrunk))
@@ -210,13 +238,13 @@ def _before_last_token(generation: Generation) -> int:
     ends = chunks(workload)
     if not ends:
         return 0
-    _, tokens, cached = ends[-1]
+    index, tokens, cached = ends[-1]
     call = generation.call(tokens, cached)
-    total = sum(kept_bytes(layer, call) for layer in generation.architecture.layers)
-    for caches in generation.caches.values():
+    total = sum(count * kept_bytes(layer, call) for layer, count in generation.kinds)
+    for caches, layers in generation.cache_groups.items():
         for cache in caches:
             states = trace(cache, workload.longest_prompt_tokens, workload.prefill_step_size)
-            total += generation.slot_bytes(cache) * states[-2].slots
+            total += len(layers) * generation.slot_bytes(cache) * states[index].slots
     return total
 
 
@@ -228,16 +256,17 @@ def _transient(
 ) -> Transient:
     """The most that ``layers`` have alive; ``grown`` are bytes of caches that are reallocated."""
     if generation.backend == "metal":
-        tapes = list(_tapes(generation, layers, grown, call))
+        # No more than run_ahead reads.
+        tapes = list(islice(_tapes(generation, layers, grown, call), STEADY_LAYERS))
         if call.tokens == 1:
             tapes *= STEPS_IN_FLIGHT
         return run_ahead(tapes, call.array(generation.architecture.hidden_size))
     hidden = generation.architecture.hidden_size
-    kinds = {
-        (layer.mixers, layer.feed_forward, generation.layer_call(i, call)): layer
-        for i, layer in layers
-    }
-    stages = [layer_transient(layer, hidden, key[2]) for key, layer in kinds.items()]
+    kinds = {}
+    for i, layer in layers:
+        seen = generation.layer_call(i, call)
+        kinds[id(layer), seen.kv_bits] = (layer, seen)
+    stages = [layer_transient(layer, hidden, seen) for layer, seen in kinds.values()]
     stages.append(Transient(call.array(2 * hidden) + max(grown.values(), default=0)))
     return largest(stages)
 
@@ -252,7 +281,7 @@ def _tapes(
     recorded: dict[object, LayerTape] = {}
     for index, layer in layers:
         seen, more = generation.layer_call(index, call), grown.get(index, 0)
-        key = (layer.mixers, layer.feed_forward, seen, more)
+        key = (id(layer), seen.kv_bits, more)
         if key not in recorded:
             recorded[key] = layer_tape(layer, hidden, seen, elements, more)
         yield recorded[key]

@@ -5,6 +5,7 @@ that is spread over several has one context and one workspace for each.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -54,7 +55,11 @@ class Settings:
 
     ``logits_to_keep`` is the number of last tokens whose logits are computed, 0 for all.
     ``upcast_logits``, ``latent_cache``, ``sliding_cache`` and ``rope_tables`` are what earlier
-    versions did otherwise: ``settings_of`` knows them.
+    versions did otherwise: ``settings_of`` knows them. ``own_head`` says that the checkpoint of a
+    model with a tied head stores the head all the same, as AutoAWQ's do: the hub counts 630,167,424
+    parameters of Qwen2.5-0.5B-Instruct-AWQ, 136,134,656 more than the model has. It is loaded, then
+    tied (4.51.3, modeling_utils.py, ``from_pretrained``). Over ``num_devices`` cards the layers are
+    split (``device_map``): each runs its own in turn, and at its peak holds what one layer needs.
     """
 
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -67,6 +72,8 @@ class Settings:
     latent_cache: bool = True
     sliding_cache: bool = True
     rope_tables: bool = False
+    own_head: bool = False
+    num_devices: int = 1
     cublas_workspace_bytes: int = CUBLAS_WORKSPACE
     cuda_context_bytes: int = CUDA_CONTEXT
 
@@ -141,11 +148,26 @@ def inference_terms(
         )
     rules = _rules(workload, settings)
     terms = [weights, *_constant_terms(architecture, rules, settings)]
+    if settings.own_head and architecture.tie_word_embeddings:
+        terms += _head_terms(architecture, settings, terms)
     prompt = workload.longest_prompt_tokens
     if prompt > 1:
         terms += _prefill_terms(architecture, rules, workload, settings)
     terms += _decode_terms(architecture, rules, workload, settings)
     return tuple(terms)
+
+
+def _head_terms(
+    architecture: Architecture, settings: Settings, terms: Sequence[MemoryTerm]
+) -> list[MemoryTerm]:
+    """The head that a checkpoint stores beside the embedding, until it is tied to it.
+
+    What counts as ``other`` is allocated after that, so the head takes its place first.
+    """
+    head = architecture.vocab_size * architecture.hidden_size * settings.dtype_bytes
+    later = sum(term.size_bytes for term in terms if term.name == "other")
+    source = "the checkpoint's own head, before tie_weights"
+    return [MemoryTerm("other", max(0, head - later), "exact", source, "load")]
 
 
 def notes(architecture: Architecture, settings: Settings = DEFAULTS) -> tuple[str, ...]:
@@ -221,13 +243,19 @@ def _prefill_terms(
     chunk = min(prompt, settings.prefill_chunk_size or prompt)
     call = _call(workload, settings, chunk, prompt)
     kept = min(chunk, settings.logits_to_keep) or chunk
-    return _moment(
+    found = transient(architecture, call)
+    terms = _moment(
         "prefill",
         cache_bytes(architecture, rules, prompt, chunk),
-        transient(architecture, call),
+        found,
         call.array(architecture.hidden_size),
         _logits(architecture, workload, settings, kept),
     )
+    others = (settings.num_devices - 1) * found.total
+    return [
+        replace(term, size_bytes=term.size_bytes + others) if term.name == "activations" else term
+        for term in terms
+    ]
 
 
 def _decode_terms(

@@ -1,12 +1,16 @@
 """A machine as the memory plan sees it: its pools, the device's limit, the budget within it."""
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from uma.errors import UsageError
+from uma.frozen import dataclass
 from uma.ledger import Verdict
 from uma.units import GIB, format_gib
 from uma.workload import Backend
+
+if TYPE_CHECKING:
+    from uma.machine.calibration import Calibration
+    from uma.memory.term import MemoryTerm
 
 PoolKind = Literal["unified", "discrete", "host"]
 
@@ -37,6 +41,8 @@ class Machine:
     A ``discrete`` machine has ``devices``, whose memory is ``memory_bytes`` together, and a second
     pool, the host's, behind a link of ``link_bytes_per_s`` in one direction: so has GH200, whose
     tiers share their addresses but not their speed.
+
+    ``calibration`` is what ``uma doctor`` measured, if this is the machine that it ran on.
     """
 
     name: str
@@ -61,6 +67,16 @@ class Machine:
     bandwidth_bytes_per_s: int | None = None
     flops_per_s: int | None = None
     price_usd: int | None = None
+    calibration: "Calibration | None" = None
+
+    @property
+    def overhead(self) -> "tuple[MemoryTerm, ...]":
+        """What a process holds beside MLX's counters here, if that was measured."""
+        return () if self.calibration is None else self.calibration.terms
+
+    @property
+    def overhead_bytes(self) -> int:
+        return sum(term.size_bytes for term in self.overhead)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 from functools import reduce
+from typing import TYPE_CHECKING
 
 from uma.errors import UnknownName, UsageError
 from uma.machine.cards import RESERVED_BYTES, discrete
 from uma.machine.facts import Device, Machine
-from uma.machine.live import read_machine
-from uma.system import nvidia
 from uma.units import GIB, format_gib
+
+if TYPE_CHECKING:
+    from uma.system.nvidia import Card
 
 SPILL_NOTE = (  # nvidia.custhelp.com, answer 5490: drivers from 536.40 on
     "Windows moves what does not fit on the card to shared memory, and is slow instead of failing; "
@@ -55,6 +57,9 @@ def this_machine() -> Machine:
 
     ``read_machine`` is the same without them: what MLX runs on.
     """
+    from uma.machine.live import read_machine
+    from uma.system import nvidia
+
     here = read_machine()
     if here.backend == "metal":
         return with_speed(here)
@@ -79,7 +84,7 @@ def with_speed(mac: Machine) -> Machine:
     return replace(mac, bandwidth_bytes_per_s=bandwidth, flops_per_s=flops)
 
 
-def with_cards(here: Machine, cards: tuple[nvidia.Card, ...], *, wsl: bool = False) -> Machine:
+def with_cards(here: Machine, cards: "tuple[Card, ...]", *, wsl: bool = False) -> Machine:
     """``here`` with these cards; one memory where they have none of their own (GB10)."""
     own = [card for card in cards if card.memory_bytes is not None]
     if not cards:
@@ -151,7 +156,7 @@ def _with_host(machine: Machine, host_ram_bytes: int) -> Machine:
     return replace(machine, host_memory_bytes=host_ram_bytes, host_available_bytes=None)
 
 
-def _left(card: nvidia.Card) -> tuple[int, int]:
+def _left(card: "Card") -> tuple[int, int]:
     """What the driver leaves of a card: known where it says what it keeps."""
     assert card.memory_bytes is not None
     if card.reserved_bytes is not None:
@@ -159,7 +164,7 @@ def _left(card: nvidia.Card) -> tuple[int, int]:
     return card.memory_bytes - RESERVED_BYTES[1], card.memory_bytes - RESERVED_BYTES[0]
 
 
-def _device(card: nvidia.Card) -> Device:
+def _device(card: "Card") -> Device:
     """A card with what the catalog knows of its speed."""
     from uma.catalog import Gpu
     from uma.machine.named import gpu_device

@@ -57,6 +57,7 @@ def mac_of(readings: darwin.Readings, device_info: Mapping[str, object] | None =
         max_buffer_bytes=_size(info.get("max_buffer_length")) or largest_buffer_bytes(default),
         chip=chip,
         gpu_cores=darwin.gpu_cores(readings.ioreg),
+        cpu=darwin.cores_text(sysctl),
         os="macOS",
         os_version=version,
         notes=notes,

@@ -22,7 +22,12 @@ _COUNT = re.compile(
     r"^(?:(\d{1,3})(?:[x\u00d7*]\s*|\s+[x\u00d7*]\s+)|(dual)\s+)(.+)$|^(.+?)\s[x\u00d7*]\s*(\d{1,3})$"
 )
 _MACOS = re.compile(r"\bmacos\s*(\d+)?[\d.]*")
-_SHORT = {"mbp": "macbook pro", "mba": "macbook air", "dgxspark": "dgx spark"}
+_SHORT = {
+    "mbp": "macbook pro",
+    "mba": "macbook air",
+    "dgxspark": "dgx spark",
+    "mobile": "laptop",
+}
 # fmt: off
 _IGNORED = frozenset({
     "amd", "apple", "card", "chip", "edition", "geforce", "generation", "gpu", "graphics", "in",

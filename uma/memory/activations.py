@@ -11,8 +11,6 @@ The Metal backend, where attention is fused and memory is freed late, is in
 ``uma.memory.metal_activations``.
 """
 
-from dataclasses import dataclass
-
 from uma.architecture.layers import (
     Attention,
     Experts,
@@ -22,6 +20,7 @@ from uma.architecture.layers import (
     Mixer,
     Recurrent,
 )
+from uma.frozen import dataclass
 from uma.memory.kv_cache import STEP
 
 SINK_SCORES = 3  # scores, scores with the sink's column, and the copy without it again
@@ -181,7 +180,10 @@ def layer_transient(layer: Layer, hidden_size: int, call: Call) -> Transient:
         mixing += mixer_transient(mixer, hidden_size, call)
     stages = [
         mixing,
-        *(_feed_forward(part, hidden_size, _biased(layer), call) for part in layer.feed_forward),
+        *(
+            _feed_forward(part, hidden_size, has_expert_biases(layer), call)
+            for part in layer.feed_forward
+        ),
     ]
     residual = Transient(call.array(hidden_size))
     return residual + largest(stages)
@@ -291,7 +293,7 @@ def _feed_forward(
     )
 
 
-def _biased(layer: Layer) -> bool:
+def has_expert_biases(layer: Layer) -> bool:
     """Whether the experts add a bias, gathered for every routed row."""
     return any(p.name.endswith("experts.up_proj.bias") for p in layer.parameters)
 

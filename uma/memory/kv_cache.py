@@ -5,12 +5,12 @@ gets is the engine's rule: ``uma.engines.mlx_cache``.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import Literal
 
 from uma.architecture.layers import State
+from uma.frozen import dataclass
 
 STEP = 256  # slots that a cache grows by: KVCache.step, RotatingKVCache.step, ChunkedKVCache.step
 
@@ -167,13 +167,45 @@ def decode(cache: TokenCache, state: Slots, tokens: int) -> Slots:
 
 
 @lru_cache(maxsize=64)  # the layers of a model share a few kinds of cache
-def trace(cache: TokenCache, prompt_tokens: int, prefill_step_size: int) -> tuple[Slots, ...]:
-    """The cache after each call over the prompt."""
-    state, states = Slots(), []
-    for tokens in calls(prompt_tokens, prefill_step_size):
-        state = update(cache, state, tokens)
-        states.append(state)
-    return tuple(states)
+def trace(cache: TokenCache, prompt_tokens: int, prefill_step_size: int) -> dict[int, Slots]:
+    """The cache after the calls over the prompt, by their number.
+
+    Where chunks are whole steps of 256 or whole parts of one, the many alike in the middle are
+    left out: a cache grows evenly there, or no more.
+    """
+    full = max(0, prompt_tokens - 1) // prefill_step_size
+    regular = prefill_step_size % STEP == 0 or 1 < prefill_step_size == gcd(prefill_step_size, STEP)
+    state, states, index = Slots(), dict[int, Slots](), 0
+    lengths = list(calls(prompt_tokens - full * prefill_step_size, prefill_step_size))
+    while index < full + len(lengths):
+        tokens = prefill_step_size if index < full else lengths[index - full]
+        before, state = state, update(cache, state, tokens)
+        states[index] = state
+        skipped = full - 3 - index
+        if (
+            regular
+            and index
+            and skipped > 0
+            and (later := _later(cache, before, state, skipped * tokens))
+        ):
+            state, index = later, index + skipped
+            states[index] = state
+        index += 1
+    return states
+
+
+def _later(cache: TokenCache, before: Slots, state: Slots, tokens: int) -> Slots | None:
+    """``state`` after ``tokens`` more in chunks like the last one; ``None`` if that is not told."""
+    offset = state.offset + tokens
+    if cache.kind == "KVCache":
+        return Slots(-(-offset // STEP) * STEP, offset)
+    same = state.slots == before.slots and state.start - before.start in (
+        0,
+        state.offset - before.offset,
+    )
+    if not before.slots or not same or (cache.kind == "ChunkedKVCache" and not state.start):
+        return None
+    return Slots(state.slots, offset, state.start + (tokens if state.start else 0))
 
 
 def cache_bytes(
@@ -192,16 +224,17 @@ def cache_bytes(
     sizes: dict[TokenCache, int] = {}
     for cache in _token_caches(layers):
         sizes[cache] = sizes.get(cache, 0) + batch_size * cache.slot_bytes(dtype_bytes)
-    totals = [0] * sum(1 for _ in calls(prompt_tokens, prefill_step_size))
+    traces = {cache: trace(cache, prompt_tokens, prefill_step_size) for cache in sizes}
+    told = set.intersection(*map(set, traces.values())) if traces else set[int]()
+    totals = [0] + [
+        sum(states[call].slots * sizes[cache] for cache, states in traces.items())
+        for call in sorted(told)
+    ]
     end = 0
-    for cache, slot_bytes in sizes.items():
-        states = trace(cache, prompt_tokens, prefill_step_size)
-        totals = [
-            total + state.slots * slot_bytes for total, state in zip(totals, states, strict=True)
-        ]
-        last = states[-1] if states else Slots()
-        end += decode(cache, last, generated_tokens).slots * slot_bytes
-    return CacheBytes(max(totals, default=0), totals[-1] if totals else 0, end)
+    for cache, states in traces.items():
+        last = next(reversed(states.values()), Slots())
+        end += decode(cache, last, generated_tokens).slots * sizes[cache]
+    return CacheBytes(max(totals), totals[-1], end)
 
 
 def state_bytes(

@@ -13,6 +13,8 @@ touches; counting command buffers over that list gives the peak.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import add, sub
 
 from uma.architecture.layers import (
     Attention,
@@ -29,11 +31,13 @@ from uma.memory.activations import (
     Call,
     Transient,
     attended_tokens,
+    has_expert_biases,
     kv_widths,
     mixer_transient,
     output_width,
     query_width,
 )
+from uma.memory.metal_mamba2 import mamba2
 
 IN_FLIGHT = 11  # command buffers: transforms.cpp, MAX_ACTIVE_TASKS = 10, checked after one more
 MAX_ELEMENTS = 50 << 20  # device.cpp: max_mb_per_buffer of Max and Ultra chips, 40 of the others;
@@ -87,17 +91,20 @@ class Tape:
         elements: int | None = None,
         attention: bool = False,
         in_place: int | None = None,
+        dtype_bytes: int | None = None,
     ) -> int:
         """An operation with ``width`` elements a token as output, or ``elements`` in all.
 
         ``weights`` are the parameters that it reads. With ``in_place`` it writes over that input.
+        ``dtype_bytes`` is the width of an element where it is not that of the activations.
         """
         elements = self.call.rows * width if elements is None else elements
         output = self.array(elements) if in_place is None else in_place
         touched = tuple((i, self.arrays[i]) for i in (*inputs, output))
         if weights:
             touched += ((self.array(0), int(weights * self.weight_elements)),)
-        size = 0 if in_place is not None else elements * self.call.activation_bytes
+        size = elements * (dtype_bytes or self.call.activation_bytes)
+        size = size if in_place is None else 0
         self.operations.append((touched, 0, size) if attention else (touched, size, 0))
         return output
 
@@ -126,7 +133,7 @@ def layer_tape(
         if isinstance(part, FeedForward):
             out = _dense(tape, part.intermediate_size, part.gated, hidden_size, normed)
         else:
-            out = _experts(tape, part, hidden_size, normed)
+            out = _experts(tape, part, hidden_size, normed, has_expert_biases(layer))
         residual = tape.run(hidden_size, residual, in_place=out)
     return tape.operations
 
@@ -183,14 +190,16 @@ def _latent(tape: Tape, mixer: LatentAttention, q: int) -> int:
 
 
 def _recurrent(tape: Tape, mixer: Recurrent, hidden_size: int, normed: int) -> int:
-    """Projection, convolution, recurrence in one kernel or, for Mamba, as on the CPU."""
+    """Projection, convolution, recurrence in one kernel or, for Mamba-1, as on the CPU."""
+    if mixer.kind == "mamba2":
+        return mamba2(tape, mixer, hidden_size, normed)
     conv = sum(state.shape[-1] for state in mixer.states if "conv" in state.name)
     inner = mixer.inner_size
     x = tape.run(conv + inner, normed, weights=(conv + inner) * hidden_size)
     for _ in ("joined", "with the former inputs", "convolved"):
         x = tape.run(conv, x)
     x = tape.run(conv + inner, x)
-    if mixer.kind in STEPPED or mixer.kind == "mamba2":
+    if mixer.kind in STEPPED:
         part = mixer_transient(mixer, hidden_size, tape.call)
         tape.keep(part.total)
     x = tape.run(inner, x)
@@ -207,18 +216,28 @@ def _dense(tape: Tape, width: int, gated: bool, hidden_size: int, normed: int) -
     return tape.run(hidden_size, up, weights=width * hidden_size)
 
 
-def _experts(tape: Tape, part: Experts, hidden_size: int, normed: int) -> int:
-    """Rows sorted by expert, their projections, and back; the shared experts beside."""
+def _experts(tape: Tape, part: Experts, hidden_size: int, normed: int, biased: bool) -> int:
+    """Rows sorted by expert, their projections, and back; the shared experts beside.
+
+    A bias is gathered for every row before it is added (mlx-lm 0.32.2, ``switch_layers.py``).
+    """
     chosen, width = part.num_experts_per_tok, part.moe_intermediate_size
     for size in (tape.call.activation_bytes, FLOAT32, FLOAT32):  # logits, softmax, partition
         tape.run(part.num_experts * size // tape.call.activation_bytes, normed)
     stacked = part.num_experts * width * hidden_size
+
+    def project(output: int, rows: int) -> int:
+        found = tape.run(chosen * output, rows, weights=stacked)
+        if biased:
+            tape.run(0, tape.run(chosen * output), in_place=found)
+        return found
+
     rows = tape.run(chosen * hidden_size, normed)
-    up = tape.run(chosen * width, rows, weights=stacked)
+    up = project(width, rows)
     if part.gated:
-        gate = tape.run(chosen * width, rows, weights=stacked)
+        gate = project(width, rows)
         tape.run(chosen * width, gate, in_place=up)
-    down = tape.run(chosen * hidden_size, up, weights=stacked)
+    down = project(hidden_size, up)
     unsorted = tape.run(chosen * hidden_size, down)
     tape.run(chosen * hidden_size, in_place=unsorted)
     out = tape.run(hidden_size, unsorted)
@@ -229,25 +248,51 @@ def _experts(tape: Tape, part: Experts, hidden_size: int, normed: int) -> int:
 
 
 def run_ahead(layers: Sequence[LayerTape], residual_bytes: int) -> Transient:
-    """The most that the command buffers in flight hold while ``layers`` run one after another."""
-    buffers = [[residual_bytes, 0]]
-    operations = elements = 0
-    seen: set[int] = set()
+    """The most that the command buffers in flight hold while ``layers`` run one after another.
+
+    Equal layers are the same object: what one does to the open buffer depends on it and on what
+    that counts already, and comes again.
+    """
+    activations, attention, counted = [residual_bytes], [0], (0, 0)
+    known: dict[tuple[int, tuple[int, int]], _Step] = {}
     for tape in layers[:STEADY_LAYERS]:
-        seen.clear()
-        for touched, activations, attention in tape:
-            operations += 1
-            for array, size in touched:
-                if array not in seen:
-                    seen.add(array)
-                    elements += size
-            buffers[-1][0] += activations
-            buffers[-1][1] += attention
-            if operations > MAX_OPERATIONS or elements > MAX_ELEMENTS:
-                buffers.append([0, 0])
-                operations = elements = 0
-                seen.clear()
-    starts = range(max(1, len(buffers) - IN_FLIGHT + 1))
-    windows = (buffers[i : i + IN_FLIGHT] for i in starts)
-    held = max(([sum(b[0] for b in w), sum(b[1] for b in w)] for w in windows), key=sum)
-    return Transient(*held)
+        key = (id(tape), counted)
+        if key not in known:
+            known[key] = _encoded(tape, *counted)
+        more, scores, counted = known[key]
+        activations[-1] += more[0]
+        attention[-1] += scores[0]
+        activations += more[1:]
+        attention += scores[1:]
+    width = min(IN_FLIGHT, len(activations))
+    before = [0, *accumulate(map(add, activations, attention))]
+    windows = list(map(sub, before[width:], before))
+    first = windows.index(max(windows))
+    buffers = slice(first, first + width)
+    return Transient(sum(activations[buffers]), sum(attention[buffers]))
+
+
+_Step = tuple[list[int], list[int], tuple[int, int]]
+
+
+def _encoded(tape: LayerTape, operations: int, elements: int) -> _Step:
+    """What a layer adds to the open buffer and to those that it opens, attention's bytes apart.
+
+    ``operations`` and ``elements`` are those of the open buffer before it; after it they come last.
+    """
+    activations, attention = [0], [0]
+    seen: set[int] = set()
+    for touched, more, scores in tape:
+        operations += 1
+        for array, size in touched:
+            if array not in seen:
+                seen.add(array)
+                elements += size
+        activations[-1] += more
+        attention[-1] += scores
+        if operations > MAX_OPERATIONS or elements > MAX_ELEMENTS:
+            activations.append(0)
+            attention.append(0)
+            operations = elements = 0
+            seen.clear()
+    return activations, attention, (operations, elements)

@@ -7,6 +7,7 @@ sequence from its first token; paged holds whole blocks of what it has come to (
 """
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -50,6 +51,21 @@ class Holding:
     def contiguous_bytes(self, slot_bytes: int, sequences: int = 1) -> int:
         """Bytes that ``sequences`` running ones reserve."""
         return -(-self.contiguous_slots * slot_bytes * sequences // 1)
+
+
+def parse_requests(text: str) -> tuple[Request, ...]:
+    """Requests as ``PROMPT+ANSWER`` in tokens, each with how often it comes, between commas.
+
+    Raises:
+        UsageError: If it is not written so.
+
+    >>> parse_requests("512+128x9,4096+512")[0]
+    Request(prompt_tokens=512, generation_tokens=128, weight=9)
+    """
+    matches = [re.fullmatch(r"(\d+)\+(\d+)(?:x(\d+))?", one.strip()) for one in text.split(",")]
+    if not all(matches):
+        raise UsageError(f"{text!r} lists no requests; write them as 512+128x9,4096+512")
+    return tuple(Request(int(m[1]), int(m[2]), int(m[3] or 1)) for m in matches if m)
 
 
 def blocks(tokens: int, block_size: int = BLOCK_SIZE) -> int:

@@ -1,7 +1,8 @@
 """A named amount of memory: one row of the ledger."""
 
-from dataclasses import dataclass
 from typing import Literal
+
+from uma.frozen import dataclass
 
 TermName = Literal[
     "weights",

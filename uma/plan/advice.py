@@ -1,80 +1,202 @@
 """What to change so that a plan would fit, the cheapest change first; each is tried before told."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Literal
 
+from uma.catalog import Model, models, short_name
+from uma.checkpoint.names import resolve
 from uma.checkpoint.source import ModelSource
-from uma.ledger import peak
-from uma.machine import default_reserve_bytes
-from uma.plan.forms import forms_of
-from uma.plan.inference import Form, InferencePlan, Request, plan_inference
-from uma.plan.limits import wired_limit_advice
-from uma.quantization import quantization_of_config
+from uma.errors import UsageError
+from uma.ledger import Verdict
+from uma.plan.estimate import Asked, Change, Estimate, ceiling_bytes
+from uma.plan.inference import Case, InferencePlan, Request
+from uma.plan.inverses import largest_context
+from uma.plan.limits import smallest_wired_limit_mb, wired_limit_advice
+from uma.plan.mlx_case import MlxCase
 from uma.units import format_gib
 
-FEW_BITS = 4  # below it the answers suffer more than a smaller model's would
+FEWEST_BITS = 4  # below it the answers suffer more than a smaller model's would
+MODELS_TRIED = 4
+OTHERS_LINE = "memory that other programs leave now"
+
+Kind = Literal["programs", "context", "cache", "bits", "together", "model", "wired_limit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One change and the estimate with it; ``options`` are those to give in addition.
+
+    ``model`` is another model's name. ``text`` says it in a sentence.
+    """
+
+    kind: Kind
+    text: str
+    options: tuple[str, ...] = ()
+    model: str | None = None
+    needed_bytes: int | None = None
+    verdict: Verdict | None = None
 
 
 def advice(plan: InferencePlan, source: ModelSource) -> list[str]:
-    """Sentences that name an option and what the plan needs with it; none if nothing helps."""
-    remedies = list(_remedies(plan, source))
-    raised = wired_limit_advice(
-        plan.active_peak_bytes,
-        plan.machine,
-        reserve_bytes=plan.budget.reserve_bytes or default_reserve_bytes(plan.machine),
-    )
-    if raised is not None and plan.budget.user_bytes is None:
-        remedies.append(raised)
-    return remedies or ["nothing short of a smaller model would fit"]
-
-
-def _remedies(plan: InferencePlan, source: ModelSource) -> Iterator[str]:
-    form, workload = plan.form, plan.workload
-    shorter = _tried(plan, [form], Request(kv_bits=workload.kv_bits))
-    if shorter is not None and shorter.workload.context_tokens < workload.context_tokens:
-        yield _sentence(f"--context {shorter.workload.context_tokens}", shorter)
-    asked = Request(context_tokens=workload.context_tokens)
-    if workload.kv_bits is None:
-        cache = _tried(plan, [form], replace(asked, kv_bits=8))
-        if cache is not None:
-            yield _sentence("--kv-bits 8", cache)
-    for bits in _fewer_bits(plan, source):
-        fewer = _tried(
-            plan,
-            forms_of(source, plan.architecture, bits=bits, backend=plan.machine.backend),
-            asked,
-        )
-        if fewer is not None:
-            worse = "" if bits >= FEW_BITS else "; answers suffer below 4 bits"
-            yield _sentence(f"--bits {bits}", fewer) + worse
-            return
-
-
-def _fewer_bits(plan: InferencePlan, source: ModelSource) -> list[int]:
-    """Widths below the planned one that the stored weights can be quantized to."""
-    held = plan.form.quantization
-    stored = quantization_of_config(source.config or {})
-    most = min(
-        held.bits if held is not None else 16, stored.default.bits if stored is not None else 16
-    )
-    return [bits for bits in (8, 6, 5, 4, 3, 2) if bits < most]
-
-
-def _tried(
-    plan: InferencePlan, forms: "list[Form] | tuple[Form, ...]", request: Request
-) -> InferencePlan | None:
-    """The plan with ``request`` on the same machine and budget, if it would run."""
-    ceiling = min(plan.budget.limit_bytes, plan.budget.user_bytes or plan.budget.limit_bytes)
-    if all(form.weights.size_bytes > ceiling for form in forms):
-        return None
-    asked = replace(
-        request,
+    """Sentences for a plan of ``uma run`` that exceeds; none of them is untried."""
+    workload = plan.workload
+    request = Request(
+        context_tokens=workload.context_tokens,
+        batch_size=workload.batch_size,
+        kv_bits=workload.kv_bits,
+        kv_group_size=workload.kv_group_size,
         budget_bytes=plan.budget.user_bytes,
         reserve_bytes=plan.budget.reserve_bytes,
     )
-    tried = plan_inference(plan.architecture, forms, asked, plan.machine)
-    return tried if tried.verdict in ("fits", "tight") else None
+    case = Case(plan.architecture, plan.form, plan.machine.backend, plan.beside)
+    found = remedies(MlxCase(source, (case,), request, plan.machine))
+    return [one.text for one in found] or ["nothing short of a smaller model would fit"]
 
 
-def _sentence(option: str, plan: InferencePlan) -> str:
-    return f"{option} would need {format_gib(peak(plan.ledger.terms)[1])}: {plan.verdict}"
+def remedies(asked: Asked) -> list[Advice]:
+    """What to change, in the order of what it costs; nothing where the workload fits.
+
+    Where it is tight only what makes it fit is told.
+    """
+    now = asked.estimate()
+    if now.ledger.verdict == "fits":
+        return []
+    search = _Search(asked, now)
+    found = list(search.programs())
+    found += list(search.singly()) or list(islice(search.together(), 1))
+    return [*found, *search.smaller_model(), *search.wired_limit()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """What is asked, and the estimate ``now`` that does not fit."""
+
+    asked: Asked
+    now: Estimate
+
+    def programs(self) -> Iterator[Advice]:
+        """Where what other programs leave is the lowest line, and the next one would do."""
+        budget = self.now.budget
+        others = [line for line in budget.lines if line[0] != OTHERS_LINE]
+        if budget.winner != OTHERS_LINE or not others:
+            return
+        name, free_bytes = min(others, key=lambda line: line[1])
+        if self.asked.excess_bytes(self.asked.workload, free_bytes) <= 0:
+            text = (
+                f"close other programs: they leave {format_gib(budget.budget_bytes)}, and without "
+                f"them the budget is {format_gib(free_bytes)} ({name})"
+            )
+            needed = self.now.ledger.predicted_peak_bytes
+            yield Advice("programs", text, needed_bytes=needed, verdict="fits")
+
+    def singly(self) -> Iterator[Advice]:
+        """One change alone: a shorter context, a cache of 8 bits, fewer bits of the weights."""
+        shorter = self._longest(self.asked)
+        if shorter is not None:
+            yield from self._tried("context", Change(context_tokens=shorter))
+        yield from self._tried("cache", Change(eight_bit_cache=True))
+        for bits in self._fewer_bits():
+            fewer = list(self._tried("bits", Change(bits=bits)))
+            if fewer:
+                yield fewer[0]
+                return
+
+    def together(self) -> Iterator[Advice]:
+        """Several changes, where none alone is enough: as few as it takes."""
+        fewest = min(self._fewer_bits(), default=None)
+        both = Change(eight_bit_cache=True, bits=fewest)
+        changes = [both] if fewest is None else [Change(bits=fewest), both]
+        if fewest is not None:
+            yield from self._tried("together", both)
+        for change in changes:
+            case = self.asked.changed(change)
+            shorter = None if case is None else self._longest(case)
+            if shorter is not None:
+                yield from self._tried("together", replace(change, context_tokens=shorter))
+
+    def smaller_model(self) -> Iterator[Advice]:
+        """The largest model of the same family, not older, that would run as it is asked."""
+        model = None if self.asked.model is None else _row(self.asked.model)
+        if model is None:
+            return
+        most = 8 * ceiling_bytes(self.now.budget) / self.asked.bits
+        for smaller in _smaller(model, most)[:MODELS_TRIED]:
+            name = short_name(smaller)
+            case = self.asked.of_model(name)
+            found = None if case is None else case.estimate()
+            if found is not None and found.ledger.verdict in self._enough:
+                what = f"a smaller model, {name} at {found.format},"
+                yield _advice("model", what, found, model=name)
+                return
+
+    def wired_limit(self) -> Iterator[Advice]:
+        """A higher limit of the GPU's memory on a Mac, where the system keeps its reserve."""
+        machine, budget = self.now.machine, self.now.budget
+        largest = self.now.largest_buffer_bytes or 0
+        if budget.user_bytes is not None or largest > (machine.max_buffer_bytes or largest):
+            return  # which a higher limit would not change
+        limit = budget.limit_bytes
+        needed = limit + self.asked.excess_bytes(self.asked.workload, limit)
+        text = wired_limit_advice(needed, machine, reserve_bytes=budget.reserve_bytes)
+        if text is not None:
+            advised = "sysctl" in text
+            options = ("--gpu-limit", f"{smallest_wired_limit_mb(needed)}MiB") if advised else ()
+            yield Advice("wired_limit", text, options, needed_bytes=needed)
+
+    @property
+    def _enough(self) -> tuple[Verdict, ...]:
+        return ("fits",) if self.now.ledger.verdict == "tight" else ("fits", "tight")
+
+    def _longest(self, asked: Asked) -> int | None:
+        """A context shorter than the asked one, within the budget, else within the ceiling."""
+        found = largest_context(asked)
+        if found is None and "tight" in self._enough:
+            found = largest_context(asked, ceiling_bytes(self.now.budget))
+        return found if found and found < self.asked.workload.context_tokens else None
+
+    def _fewer_bits(self) -> list[int]:
+        return [bits for bits in self.asked.widths if FEWEST_BITS <= bits < self.asked.bits]
+
+    def _tried(self, kind: Kind, change: Change) -> Iterator[Advice]:
+        """The advice of ``change``, if that is enough."""
+        case = self.asked.changed(change)
+        found = None if case is None else case.estimate()
+        if found is not None and found.ledger.verdict in self._enough:
+            options = self.asked.options(change)
+            yield _advice(kind, " ".join(options), found, options=options)
+
+
+def _advice(
+    kind: Kind,
+    what: str,
+    found: Estimate,
+    options: tuple[str, ...] = (),
+    model: str | None = None,
+) -> Advice:
+    needed, result = found.ledger.predicted_peak_bytes, found.ledger.verdict
+    text = f"{what} would need {format_gib(needed)}: {result}"
+    return Advice(kind, text, options, model, needed, result)
+
+
+def _row(name: str) -> Model | None:
+    """The catalog's row of a model's name; ``None`` if it has none."""
+    try:
+        return resolve(name).model
+    except UsageError:
+        return None
+
+
+def _smaller(model: Model, most_parameters: float) -> list[Model]:
+    """Models of a family that are not older, of at most so many parameters, the largest first."""
+    parameters = min(model.parameters or 0, most_parameters)
+    known = [
+        other
+        for other in models()
+        if other.family == model.family
+        and other.release_date >= model.release_date
+        and other.parameters is not None
+        and other.parameters < parameters
+    ]
+    return sorted(known, key=lambda other: -(other.parameters or 0))

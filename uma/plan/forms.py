@@ -6,11 +6,10 @@ is stored. On MLX's CPU backend float32 comes first where it is the fast form an
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uma.architecture.layers import Architecture, Experts, parameters
 from uma.checkpoint.names import parse_quant
-from uma.checkpoint.safetensors import Header
 from uma.checkpoint.source import ModelSource
 from uma.errors import UsageError
 from uma.memory.term import MemoryTerm
@@ -24,6 +23,9 @@ from uma.quantization import (
     quantization_of_config,
 )
 from uma.workload import Backend
+
+if TYPE_CHECKING:
+    from uma.checkpoint.safetensors import Header
 
 DEFAULT_BITS = 4
 
@@ -232,7 +234,7 @@ def _float32_note(weights: MemoryTerm, base: Form) -> str:
     )
 
 
-def _from_headers(headers: tuple[Header, ...], architecture: Architecture) -> MemoryTerm | None:
+def _from_headers(headers: "tuple[Header, ...]", architecture: Architecture) -> MemoryTerm | None:
     """The bytes of the tensors that the model loads, if the files name them as mlx-lm does."""
     names = {p.name for p in parameters(architecture)}
     held: set[str] = set()

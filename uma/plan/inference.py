@@ -1,20 +1,25 @@
 """The plan of one run: form of the weights, context, prefill step, ledger, verdict."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Literal
 
 from uma.architecture.layers import Architecture
-from uma.checkpoint.safetensors import read_header
 from uma.engines import mlx
+from uma.frozen import dataclass
 from uma.ledger import Ledger, Verdict, peak
 from uma.machine import Budget, Machine, budget_of, verdict
 from uma.memory.kv_cache import STEP
 from uma.memory.term import MemoryTerm
 from uma.plan.limits import cache_limit_bytes
 from uma.quantization import Quantization
-from uma.workload import DEFAULT_KV_GROUP_SIZE, DEFAULT_PREFILL_STEP_SIZE, Inference
+from uma.workload import (
+    DEFAULT_KV_GROUP_SIZE,
+    DEFAULT_PREFILL_STEP_SIZE,
+    Backend,
+    Inference,
+)
 
 DEFAULT_CONTEXT_TOKENS = 32_768
 SMALLEST_PREFILL_STEP = 64  # a smaller chunk saves little: what one token needs dominates
@@ -85,6 +90,8 @@ def beside_of(
     """
     adapters = None
     if adapter_path is not None:
+        from uma.checkpoint.safetensors import read_header
+
         size_bytes = read_header(adapter_path / "adapters.safetensors").size_bytes
         adapters = MemoryTerm("adapters", size_bytes, "exact", "safetensors header")
     planned = None if draft is None else Draft(draft.architecture, draft.form)
@@ -127,18 +134,48 @@ class InferencePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
-    """What stays the same while context and prefill step are searched."""
+class Case:
+    """A model in one form on one backend; what each workload needs is computed once.
+
+    It stays the same while context, prefill step and machine are searched.
+    """
 
     architecture: Architecture
     form: Form
-    machine: Machine
-    beside: Beside
-    known: dict[Inference, tuple[MemoryTerm, ...]] = field(default_factory=dict)
+    backend: Backend
+    beside: Beside = NOTHING_BESIDE
+    known: dict[Inference, tuple[tuple[MemoryTerm, ...], int]] = field(default_factory=dict)
+    buffers: dict[Inference, int] = field(default_factory=dict)
+    outputs: dict[Inference, int] = field(default_factory=dict)
 
     def terms(self, workload: Inference) -> tuple[MemoryTerm, ...]:
+        return self._known(workload)[0]
+
+    def peak_bytes(self, workload: Inference) -> int:
+        """The peak without MLX's pool of freed buffers."""
+        return self._known(workload)[1]
+
+    def largest_buffer_bytes(self, workload: Inference) -> int:
+        if workload not in self.buffers:
+            self.buffers[workload] = self._size_of(mlx.largest_buffer_bytes, workload)
+        return self.buffers[workload]
+
+    def largest_output_bytes(self, workload: Inference) -> int:
+        if workload not in self.outputs:
+            self.outputs[workload] = self._size_of(mlx.largest_output_bytes, workload)
+        return self.outputs[workload]
+
+    def fits(self, workload: Inference, limit_bytes: int, machine: Machine) -> bool:
+        """Whether the peak is within ``limit_bytes``, and no array above the device's maximum."""
+        most = machine.max_buffer_bytes
+        if self.peak_bytes(workload) + machine.overhead_bytes > limit_bytes:
+            return False
+        return most is None or self.largest_buffer_bytes(workload) <= most
+
+    def _known(self, workload: Inference) -> tuple[tuple[MemoryTerm, ...], int]:
         if workload not in self.known:
-            self.known[workload] = self._terms(workload)
+            terms = self._terms(workload)
+            self.known[workload] = terms, peak(terms)[1]
         return self.known[workload]
 
     def _terms(self, workload: Inference) -> tuple[MemoryTerm, ...]:
@@ -146,24 +183,17 @@ class _Case:
             self.architecture,
             self.form.weights,
             workload,
-            backend=self.machine.backend,
+            backend=self.backend,
             activation_bytes=self.form.activation_bytes,
         )
         return (*terms, *self.form.load_terms, *self.beside.terms(workload))
 
-    def fits(self, workload: Inference, limit_bytes: int) -> bool:
-        """Whether the peak is within ``limit_bytes``, and no array above the device's maximum."""
-        most = self.machine.max_buffer_bytes
-        if most is not None and self.size_of(mlx.largest_buffer_bytes, workload) > most:
-            return False
-        return peak(self.terms(workload))[1] <= limit_bytes
-
-    def size_of(self, size: Callable[..., int], workload: Inference) -> int:
+    def _size_of(self, size: Callable[..., int], workload: Inference) -> int:
         return size(
             self.architecture,
             self.form.weights,
             workload,
-            backend=self.machine.backend,
+            backend=self.backend,
             activation_bytes=self.form.activation_bytes,
         )
 
@@ -181,32 +211,33 @@ def plan_inference(
     that fits. The prefill step is the asked one or 2,048, halved as often as it takes to fit. A
     preferred form may shorten neither: the speed of a form is no reason to read less.
     """
+    return plan_cases(
+        [Case(architecture, form, machine.backend, beside) for form in forms], request, machine
+    )
+
+
+def plan_cases(cases: Sequence[Case], request: Request, machine: Machine) -> InferencePlan:
+    """``plan_inference`` of forms whose needs may be known already, for many machines."""
     budget = budget_of(
         machine, user_budget_bytes=request.budget_bytes, reserve_bytes=request.reserve_bytes
     )
-    *preferred, last = [_Case(architecture, form, machine, beside) for form in forms]
+    *preferred, last = cases
     for case in preferred:
-        wanted = _wanted(case.architecture, request)
-        if case.fits(wanted, budget.budget_bytes):
-            return _plan(case, request, budget)
-    return _plan(last, request, budget)
+        if case.fits(wanted(case.architecture, request), budget.budget_bytes, machine):
+            return _plan(case, request, budget, machine)
+    return _plan(last, request, budget, machine)
 
 
 def with_tokens(plan: InferencePlan, prompt_tokens: int, context_tokens: int) -> InferencePlan:
     """The same plan for the tokens that a run really used."""
-    case = _Case(plan.architecture, plan.form, plan.machine, plan.beside)
+    case = Case(plan.architecture, plan.form, plan.machine.backend, plan.beside)
     workload = replace(plan.workload, prompt_tokens=prompt_tokens, context_tokens=context_tokens)
     limit_bytes = next(t.size_bytes for t in plan.ledger.terms if t.name == "buffer_pool")
-    return _finished(case, workload, plan.budget, plan.notes, limit_bytes)
+    return _finished(case, workload, plan.budget, plan.machine, plan.notes, limit_bytes)
 
 
-def mlx_terms(plan: InferencePlan, workload: Inference) -> tuple[MemoryTerm, ...]:
-    """The terms of another ``workload`` in the form and on the machine of ``plan``."""
-    return _Case(plan.architecture, plan.form, plan.machine, plan.beside).terms(workload)
-
-
-def _plan(case: _Case, request: Request, budget: Budget) -> InferencePlan:
-    workload = _decided(case, request, budget)
+def _plan(case: Case, request: Request, budget: Budget, machine: Machine) -> InferencePlan:
+    workload = _decided(case, request, budget, machine)
     notes = [*case.form.notes, *mlx.notes(case.architecture)]
     asked_step = request.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
     if workload.prefill_step_size < min(asked_step, workload.longest_prompt_tokens):
@@ -217,37 +248,40 @@ def _plan(case: _Case, request: Request, budget: Budget) -> InferencePlan:
     longest = case.architecture.max_position_embeddings
     if longest is not None and workload.context_tokens > longest:
         notes.append(f"the model was made for {longest:,} tokens of context")
-    return _finished(case, workload, budget, tuple(notes))
+    return _finished(case, workload, budget, machine, tuple(notes))
 
 
 def _finished(
-    case: _Case,
+    case: Case,
     workload: Inference,
     budget: Budget,
+    machine: Machine,
     notes: tuple[str, ...],
     cache_limit: int | None = None,
 ) -> InferencePlan:
     terms = case.terms(workload)
-    active_peak_bytes = peak(terms)[1]
+    active_peak_bytes = case.peak_bytes(workload)
     if cache_limit is None:
-        cache_limit = cache_limit_bytes(active_peak_bytes, budget, case.machine)
+        cache_limit = cache_limit_bytes(active_peak_bytes, budget, machine)
     pool_bytes = min(cache_limit, _freed_bytes(terms))
     pool = MemoryTerm("buffer_pool", pool_bytes, "bound", "freed temporaries, within a limit set")
-    largest_buffer_bytes = case.size_of(mlx.largest_buffer_bytes, workload)
+    largest_buffer_bytes = case.largest_buffer_bytes(workload)
     # The pool is what the budget has left over: it never decides whether a run fits.
-    found = verdict(active_peak_bytes, budget)
-    if largest_buffer_bytes > (case.machine.max_buffer_bytes or largest_buffer_bytes):
+    found = verdict(active_peak_bytes + machine.overhead_bytes, budget)
+    if largest_buffer_bytes > (machine.max_buffer_bytes or largest_buffer_bytes):
         found = "exceeds"
     return InferencePlan(
         architecture=case.architecture,
-        machine=case.machine,
+        machine=machine,
         form=case.form,
         workload=workload,
         budget=budget,
-        ledger=Ledger((*terms, pool), budget.budget_bytes, budget.limit_bytes, found),
+        ledger=Ledger(
+            (*terms, pool, *machine.overhead), budget.budget_bytes, budget.limit_bytes, found
+        ),
         active_peak_bytes=active_peak_bytes,
         largest_buffer_bytes=largest_buffer_bytes,
-        largest_output_bytes=case.size_of(mlx.largest_output_bytes, workload),
+        largest_output_bytes=case.largest_output_bytes(workload),
         beside=case.beside,
         notes=notes,
     )
@@ -262,33 +296,33 @@ def _freed_bytes(terms: Sequence[MemoryTerm]) -> int:
     return max(SMALLEST_POOL, *transient.values())
 
 
-def _decided(case: _Case, request: Request, budget: Budget) -> Inference:
+def _decided(case: Case, request: Request, budget: Budget, machine: Machine) -> Inference:
     """Context and prefill step: the most that fits the budget, else the limit, else as asked.
 
     Steps below a quarter of the asked one slow prefill down: they are only for contexts that the
     user insists on.
     """
-    wanted = _wanted(case.architecture, request)
-    steps = _halvings(wanted.prefill_step_size)
+    asked = wanted(case.architecture, request)
+    steps = _halvings(asked.prefill_step_size)
     if request.context_tokens is None:
         steps = steps[:3]
-    candidates = [replace(wanted, prefill_step_size=step) for step in steps]
+    candidates = [replace(asked, prefill_step_size=step) for step in steps]
     ceiling = min(budget.limit_bytes, budget.user_bytes or budget.limit_bytes)
     for limit_bytes in (budget.budget_bytes, ceiling):
         if case.form.weights.size_bytes > limit_bytes:
             continue
         for workload in candidates:
-            if case.fits(workload, limit_bytes):
+            if case.fits(workload, limit_bytes, machine):
                 return workload
         if request.context_tokens is None:
-            shorter = _shorter(case, candidates[-1], limit_bytes)
+            shorter = _shorter(case, candidates[-1], limit_bytes, machine)
             if shorter is not None:
                 return shorter
     # Nothing fits: shown as it was asked, unless a smaller step brings it closest.
     return candidates[0] if case.form.weights.size_bytes > ceiling else candidates[-1]
 
 
-def _wanted(architecture: Architecture, request: Request) -> Inference:
+def wanted(architecture: Architecture, request: Request) -> Inference:
     """What is asked, its open choices as generous as they come."""
     longest = architecture.max_position_embeddings or DEFAULT_CONTEXT_TOKENS
     return Inference(
@@ -313,13 +347,20 @@ def _halvings(step: int) -> list[int]:
     return steps
 
 
-def _shorter(case: _Case, workload: Inference, limit_bytes: int) -> Inference | None:
+def smallest_step(step: int) -> int:
+    """The prefill step to which a plan goes down for a context that the user insists on."""
+    return _halvings(step)[-1]
+
+
+def _shorter(
+    case: Case, workload: Inference, limit_bytes: int, machine: Machine
+) -> Inference | None:
     """``workload`` with the longest context within ``limit_bytes``; ``None`` if there is none."""
     low, high = 0, workload.context_tokens // STEP
     while low < high:
         middle = (low + high + 1) // 2
         trial = replace(workload, context_tokens=middle * STEP)
-        if case.fits(trial, limit_bytes):
+        if case.fits(trial, limit_bytes, machine):
             low = middle
         else:
             high = middle - 1

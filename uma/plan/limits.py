@@ -4,12 +4,11 @@ Decisions only, from sizes; ``uma.runtime`` sets them and restores what was ther
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from uma.frozen import dataclass
 from uma.ledger import phase_totals
 from uma.machine import Budget, Machine, default_reserve_bytes
 from uma.memory.term import MemoryTerm, Phase
-from uma.system.darwin import macos_major
 from uma.units import GIB, MIB, format_gib
 
 
@@ -47,7 +46,7 @@ def mlx_limits(
         wired, notes = _wired_limit(predicted_peak_bytes, budget, machine)
     pool = cache_limit_bytes(predicted_peak_bytes, budget, machine)
     held = predicted_peak_bytes
-    if held + largest_output_bytes + pool > budget.budget_bytes:
+    if held + largest_output_bytes + pool + machine.overhead_bytes > budget.budget_bytes:
         held -= largest_output_bytes
     held = min(held, budget.limit_bytes)
     return Limits(
@@ -75,7 +74,7 @@ def phase_limits_bytes(
     most = limits.memory_limit_bytes
     if machine.backend == "metal":
         return {"prefill": most, "decode": most}
-    held = [term for term in terms if term.name != "buffer_pool"]
+    held = [term for term in terms if term.name not in ("buffer_pool", "runtime_context")]
     least = sum(term.size_bytes for term in held if term.name == "weights")
     totals = phase_totals(held)
     decode = totals.get("decode", most)
@@ -96,7 +95,7 @@ def cache_limit_bytes(peak_bytes: int, budget: Budget, machine: Machine) -> int:
         wanted = max(peak_bytes // 8, 64 * MIB)
     else:
         wanted = min(max(peak_bytes // 32, smallest), 32 * MIB)
-    headroom = budget.budget_bytes - peak_bytes
+    headroom = budget.budget_bytes - peak_bytes - machine.overhead_bytes
     return min(wanted, headroom) if headroom >= 0 else smallest
 
 
@@ -108,6 +107,8 @@ def _wired_limit(
     Unwired, large models decode 40 to 150 times slower (vmlx-swift issue 418): where not
     everything can be wired, the most that can is. At 16 GiB and below it is all or nothing.
     """
+    from uma.system.darwin import macos_major
+
     major = macos_major(machine.os_version)
     if major is not None and major < 15:
         return None, (f"macOS {machine.os_version} cannot keep a model wired; macOS 15 can",)

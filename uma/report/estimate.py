@@ -1,74 +1,249 @@
 """An estimate as text and as JSON."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from uma.ledger import peak
-from uma.plan.estimate import Estimate
+from uma.ledger import Ledger, peak
+from uma.memory.term import MemoryTerm
+from uma.plan.estimate import Estimate, phases
+from uma.plan.findings import Findings, Paging
 from uma.report import SCHEMA_VERSION
 from uma.report.ledger import ledger_text
-from uma.report.plan import machine_json
-from uma.units import format_gib
+from uma.units import GIB, format_gib
+
+if TYPE_CHECKING:
+    from uma.plan.advice import Advice
 
 BAR_WIDTH = 40
 
 
-def estimate_text(estimate: Estimate, model_name: str) -> str:
-    """The verdict with its context, the terms, and how much of the budget they take."""
-    workload, ledger = estimate.workload, estimate.ledger
+def estimate_text(found: Findings, model_name: str) -> str:
+    """The verdict with all it rests on in a line, the terms against the budget, what would fit."""
+    estimate = found.estimate
     lines = [
-        f"{model_name}: {estimate.format} on {estimate.machine.name}, engine {estimate.engine}",
+        f"{model_name} on {estimate.machine.name}",
+        verdict_line(estimate),
+        *bar_lines(estimate.ledger, estimate.budget.budget_bytes),
+        "",
+        ledger_text(estimate.ledger, estimate.budget.winner),
+        phase_line(estimate.ledger),
+        basis_line(estimate.ledger),
+    ]
+    if estimate.largest_buffer_bytes is not None:
+        lines.append(f"largest single buffer: {format_gib(estimate.largest_buffer_bytes)}")
+    lines += [inverses_line(found), *advice_lines(found)]
+    if found.paging is not None:
+        lines.append(paging_line(found.paging))
+    if found.traced is not None:
+        lines += traced_lines(found.traced)
+    notes = (*estimate.notes, *estimate.machine.notes)
+    return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+
+
+def verdict_line(estimate: Estimate) -> str:
+    """Verdict, context, batch, sizes, formats, and the engine's own options."""
+    workload, ledger = estimate.workload, estimate.ledger
+    stored = "" if estimate.stored in ("", estimate.format) else f"{estimate.stored}, "
+    return (
         f"{ledger.verdict} at {workload.context_tokens:,} tokens of context, batch "
         f"{workload.batch_size}: {format_gib(ledger.predicted_peak_bytes)} of "
-        f"{format_gib(estimate.budget.budget_bytes)}",
-        bar(ledger.predicted_peak_bytes, estimate.budget.budget_bytes),
-        "",
-        ledger_text(ledger, estimate.budget.winner),
-        "largest context that fits: "
-        + ("none" if estimate.max_context_tokens is None else f"{estimate.max_context_tokens:,}"),
-    ]
-    return "\n".join([*lines, *(f"note: {note}" for note in estimate.notes)])
+        f"{format_gib(estimate.budget.budget_bytes)}; weights {estimate.format} "
+        f"({stored}{estimate.bits_per_weight:.2f} bits), KV cache {estimate.cache_type}; "
+        f"{estimate.engine} {' '.join(estimate.settings)}"
+    )
 
 
-def bar(size_bytes: int, budget_bytes: int) -> str:
-    """A line of ``#`` for what is taken of the budget, ``.`` for what is left.
+def bar_lines(ledger: Ledger, budget_bytes: int) -> list[str]:
+    """The terms of the phase that needs most as a bar within the budget, and what they are."""
+    phase = peak(ledger.terms)[0]
+    held = [t for t in ledger.terms if t.phase in ("always", phase) and t.size_bytes]
+    held.sort(key=lambda term: -term.size_bytes)
+    marks = dict(zip(held, _marks(held), strict=True))
+    legend = ", ".join(f"{marks[t]} {t.name} {format_gib(t.size_bytes)}" for t in held)
+    return [bar([(marks[t], t.size_bytes) for t in held], budget_bytes), legend]
 
-    >>> bar(1, 4), bar(9, 4)[-1]
-    ('[##########..............................]', '>')
+
+def _marks(terms: list[MemoryTerm]) -> Iterator[str]:
+    """A letter for each term: the first of its name that none before it has."""
+    taken: set[str] = set()
+    for term in terms:
+        mark = next((c for c in term.name if c.isalpha() and c not in taken), "#")
+        taken.add(mark)
+        yield mark
+
+
+def bar(parts: list[tuple[str, int]], budget_bytes: int) -> str:
+    """Letters for what each part takes of the budget, ``.`` for what is left, ``>`` beyond it.
+
+    >>> bar([("w", 1), ("k", 1)], 4), bar([("w", 9)], 4)[-1]
+    ('[wwwwwwwwwwkkkkkkkkkk....................]', '>')
     """
-    filled = size_bytes * BAR_WIDTH // max(1, budget_bytes)
-    if filled > BAR_WIDTH:
-        return "[" + "#" * BAR_WIDTH + ">"
-    return "[" + "#" * filled + "." * (BAR_WIDTH - filled) + "]"
+    line, held = "", 0
+    for mark, size_bytes in parts:
+        held += size_bytes
+        line += mark * (held * BAR_WIDTH // max(1, budget_bytes) - len(line))
+    if held > budget_bytes:
+        return f"[{line[:BAR_WIDTH]}>"
+    return f"[{line:.<{BAR_WIDTH}}]"
 
 
-def estimate_json(estimate: Estimate, model: dict[str, Any]) -> dict[str, Any]:
+def phase_line(ledger: Ledger) -> str:
+    """The peak of each phase, and which of them binds."""
+    binding = peak(ledger.terms)[0]
+    totals = phases(ledger.terms)
+    if len(set(totals.values())) == 1:
+        return f"peak by phase: {format_gib(totals['load'])} from the start to the end"
+    parts = (
+        f"{phase} {format_gib(size)}{' (binds)' if phase == binding else ''}"
+        for phase, size in totals.items()
+    )
+    return "peak by phase: " + ", ".join(parts)
+
+
+def basis_line(ledger: Ledger) -> str:
+    """How much of the peak is exact, bound and fitted."""
+    parts = (f"{format_gib(size)} {basis}" for basis, size in bases(ledger).items() if size)
+    return "of the peak: " + ", ".join(parts)
+
+
+def bases(ledger: Ledger) -> dict[str, int]:
+    """Bytes of the peak by how sure they are."""
+    phase = peak(ledger.terms)[0]
+    sizes = {"exact": 0, "bound": 0, "fitted": 0}
+    for term in ledger.terms:
+        if term.phase in ("always", phase):
+            sizes[term.basis] += term.size_bytes
+    return sizes
+
+
+def inverses_line(found: Findings) -> str:
+    """The largest context, the largest batch and the best format within the budget."""
+    context = "none"
+    if found.max_context_tokens is not None:
+        context = f"{found.max_context_tokens:,}"
+        if found.max_context_tokens == found.estimate.architecture.max_position_embeddings:
+            context += " (the model's maximum)"
+    batch = "none" if found.max_batch_size is None else f"{found.max_batch_size:,}"
+    return (
+        f"largest context that fits: {context}; largest batch: {batch}; best format: "
+        f"{found.best_format or 'none'}"
+    )
+
+
+def advice_lines(found: Findings) -> list[str]:
+    """What to change, each line tried; on a card what to leave on the host."""
+    lines = ["what would help, each tried:"] if found.advice else []
+    lines += [f"  {one.text}" for one in found.advice]
+    if found.estimate.ledger.verdict == "exceeds" and not lines and found.offload is None:
+        lines.append("nothing short of a smaller model would fit")
+    if found.offload is not None:
+        offload = found.offload
+        lines.append(
+            f"llama.cpp {' '.join(offload.options)} would keep {offload.text} on the host: "
+            f"{format_gib(offload.device_bytes)} on the card, {format_gib(offload.host_bytes)} in "
+            "the host's memory, at the host's speed"
+        )
+    if found.compare is not None:
+        lines.append(f"other machines for it: {found.compare}")
+    return lines
+
+
+def paging_line(paging: Paging) -> str:
+    """What pages hold of the requests, and what contiguous reservation would."""
+    holding = paging.holding
+    return (
+        f"{paging.sequences} sequences of these requests: pages hold "
+        f"{format_gib(paging.paged_bytes)} on average ({100 * holding.paged_waste:.1f} % unused), "
+        f"contiguous reservation {format_gib(paging.contiguous_bytes)} "
+        f"({100 * holding.contiguous_waste:.1f} % unused)"
+    )
+
+
+def traced_lines(traced: Any) -> list[str]:
+    """What a trace found, and on which backend with which stand-ins."""
+    caches = traced.cache_bytes + traced.state_bytes
+    stand_ins = ", ".join(traced.stand_ins) or "none"
+    return [
+        f"traced on {traced.backend}, {traced.num_operations:,} operations, nothing evaluated: "
+        f"weights {format_gib(traced.weights_bytes)} ({traced.weights_bytes:,} B), caches "
+        f"{format_gib(caches)} ({caches:,} B)",
+        f"  liveness peak: prefill {format_gib(traced.prefill_peak_bytes)}, decode "
+        f"{format_gib(traced.decode_peak_bytes)}; running ahead of frees at most "
+        f"{format_gib(traced.prefill_peak_ahead_bytes)} and "
+        f"{format_gib(traced.decode_peak_ahead_bytes)}",
+        f"  stand-ins for fused operations: {stand_ins}",
+    ]
+
+
+def estimate_json(found: Findings, model: dict[str, Any]) -> dict[str, Any]:
     """The document of ``uma estimate --json``."""
-    ledger = estimate.ledger
+    from uma.report.plan import machine_json
+
+    estimate, ledger = found.estimate, found.estimate.ledger
+    offload = None if found.offload is None else asdict(found.offload)
     return {
         "schema_version": SCHEMA_VERSION,
-        "model": model | {"format": estimate.format},
+        "model": model
+        | {
+            "format": estimate.format,
+            "stored": estimate.stored or estimate.format,
+            "bits_per_weight": round(estimate.bits_per_weight, 4),
+            "cache_type": estimate.cache_type,
+        },
         "machine": machine_json(estimate.machine),
-        "workload": asdict(estimate.workload) | {"engine": estimate.engine},
-        "terms": [
-            {
-                "name": term.name,
-                "size_bytes": term.size_bytes,
-                "basis": term.basis,
-                "source": term.source,
-                "phase": term.phase,
-            }
-            for term in ledger.terms
-        ],
-        "total_bytes": ledger.predicted_peak_bytes,
+        "workload": asdict(estimate.workload)
+        | {"engine": estimate.engine, "settings": list(estimate.settings)},
+        "terms": [_term_json(term) for term in ledger.terms],
+        "phases": {f"{p}_bytes": size for p, size in phases(ledger.terms).items()},
+        "basis": {f"{name}_bytes": size for name, size in bases(ledger).items()},
         "binding_phase": peak(ledger.terms)[0],
-        "budget_bytes": estimate.budget.budget_bytes,
-        "limit_bytes": estimate.budget.limit_bytes,
-        "headroom_bytes": estimate.headroom_bytes,
+        **_sized("total", ledger.predicted_peak_bytes),
+        **_sized("budget", estimate.budget.budget_bytes),
+        "budget_source": estimate.budget.winner,
+        **_sized("limit", estimate.budget.limit_bytes),
+        **_sized("headroom", estimate.headroom_bytes),
         "verdict": ledger.verdict,
-        "max_context_tokens": estimate.max_context_tokens,
-        "largest_buffer_bytes": estimate.largest_buffer_bytes,
+        "max_context_tokens": found.max_context_tokens,
+        "max_batch_size": found.max_batch_size,
+        "best_format": found.best_format,
+        **_sized("largest_buffer", estimate.largest_buffer_bytes),
+        "advice": [_advice_json(one) for one in found.advice],
+        "offload": offload,
+        "compare": found.compare,
+        "paging": None if found.paging is None else _paging_json(found.paging),
+        "exact": None if found.traced is None else asdict(found.traced),
         "decode_tps": None,
         "prompt_tps": None,
         "notes": [*estimate.notes, "speed is not estimated yet"],
+    }
+
+
+def _sized(name: str, size_bytes: int | None) -> dict[str, int | float | None]:
+    """A size exactly, and as it is shown."""
+    shown = None if size_bytes is None else round(size_bytes / GIB, 3)
+    return {f"{name}_bytes": size_bytes, f"{name}_gib": shown}
+
+
+def _term_json(term: MemoryTerm) -> dict[str, Any]:
+    return {
+        "name": term.name,
+        **_sized("size", term.size_bytes),
+        "basis": term.basis,
+        "source": term.source,
+        "phase": term.phase,
+    }
+
+
+def _advice_json(advice: "Advice") -> dict[str, Any]:
+    return asdict(advice) | {"options": list(advice.options)}
+
+
+def _paging_json(paging: Paging) -> dict[str, Any]:
+    return {
+        "sequences": paging.sequences,
+        "paged_bytes": paging.paged_bytes,
+        "contiguous_bytes": paging.contiguous_bytes,
+        "paged_waste": paging.holding.paged_waste,
+        "contiguous_waste": paging.holding.contiguous_waste,
     }

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from uma.runtime.cache import prompt_cache
+from uma.runtime.interrupt import interruptible
 from uma.runtime.load import LoadedModel
 from uma.runtime.measure import PhaseMeter
 
@@ -63,10 +64,17 @@ def bench(
     trials: list[Trial] = []
     held = 0
     try:
-        for i in range(num_trials + 1):
-            on_trial(i, num_trials + 1)
-            trial, held = _trial(loaded, prompts, generation_tokens, prefill_step_size, meter)
-            trials.append(trial)
+        with interruptible() as interrupted:
+
+            def check(*_: int) -> None:
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
+
+            work = _Work(loaded, prompts, generation_tokens, prefill_step_size, meter, check)
+            for i in range(num_trials + 1):
+                on_trial(i, num_trials + 1)
+                trial, held = _trial(work)
+                trials.append(trial)
     finally:
         meter.finish()
     on_trial(num_trials + 1, num_trials + 1)
@@ -81,13 +89,23 @@ def _state_bytes(model: Any) -> int:
     return cache.state_nbytes
 
 
-def _trial(
-    loaded: LoadedModel, prompts: list[list[int]], tokens: int, step: int, meter: PhaseMeter
-) -> tuple[Trial, int]:
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What every trial does; ``check`` ends it after Ctrl-C."""
+
+    loaded: LoadedModel
+    prompts: list[list[int]]
+    tokens: int
+    step: int
+    meter: PhaseMeter
+    check: Callable[..., None]
+
+
+def _trial(work: _Work) -> tuple[Trial, int]:
+    prompts, tokens = work.prompts, work.tokens
     run = _one if len(prompts) == 1 else _many
     start = time.perf_counter()
-    trial_times, held = run(loaded, prompts, tokens, step, meter)
-    first, end = trial_times
+    (first, end), held = run(work)
     mx.clear_cache()
     trial = Trial(
         prompt_tps=sum(map(len, prompts)) / (first - start),
@@ -98,56 +116,55 @@ def _trial(
     return trial, held
 
 
-def _one(
-    loaded: LoadedModel, prompts: list[list[int]], tokens: int, step: int, meter: PhaseMeter
-) -> tuple[tuple[float, float], int]:
+def _one(work: _Work) -> tuple[tuple[float, float], int]:
     """Times of the first and the last token of one sequence, and its cache's bytes."""
     from mlx_lm.generate import generate_step
     from mlx_lm.models.cache import make_prompt_cache
 
-    cache = make_prompt_cache(loaded.model)
-    meter.enter("prefill")
+    cache = make_prompt_cache(work.loaded.model)
+    work.meter.enter("prefill")
     steps = generate_step(
-        mx.array(prompts[0], mx.uint32),
-        loaded.model,
-        max_tokens=tokens,
+        mx.array(work.prompts[0], mx.uint32),
+        work.loaded.model,
+        max_tokens=work.tokens,
         prompt_cache=cache,
-        prefill_step_size=step,
+        prefill_step_size=work.step,
+        prompt_progress_callback=work.check,
     )
     with closing(steps):
         next(steps)
         first = time.perf_counter()
-        meter.enter("decode")
+        work.meter.enter("decode")
         for _ in steps:
-            pass
+            work.check()
     return (first, time.perf_counter()), sum(c.nbytes for c in cache)
 
 
-def _many(
-    loaded: LoadedModel, prompts: list[list[int]], tokens: int, step: int, meter: PhaseMeter
-) -> tuple[tuple[float, float], int]:
+def _many(work: _Work) -> tuple[tuple[float, float], int]:
     """The same for a batch: the first token is there when every sequence has one."""
     from mlx_lm.generate import BatchGenerator
 
-    meter.enter("prefill")
+    prompts, tokens = work.prompts, work.tokens
+    work.meter.enter("prefill")
     engine: Any = BatchGenerator(
-        loaded.model,
+        work.loaded.model,
         stop_tokens=[],
         completion_batch_size=len(prompts),
         prefill_batch_size=len(prompts),
-        prefill_step_size=step,
+        prefill_step_size=work.step,
     )
     counts = dict.fromkeys(engine.insert(prompts, [tokens] * len(prompts)), 0)
     first = 0.0
     held = 0
     try:
         while min(counts.values()) < tokens:
+            work.check()
             for r in engine.next()[1]:
                 counts[r.uid] += 1
             held = max(held, engine.prompt_cache_nbytes)
             if not first and min(counts.values()) > 0:
                 first = time.perf_counter()
-                meter.enter("decode")
+                work.meter.enter("decode")
     finally:
         engine.close()
     return (first, time.perf_counter()), held

@@ -62,8 +62,9 @@ def prepare_cpu(cache_folder: Path) -> Blas:
         if "OPENBLAS_NUM_THREADS" not in os.environ:
             ctypes.CDLL(None).openblas_set_num_threads(physical_cores())
     except (OSError, AttributeError, subprocess.TimeoutExpired) as error:
-        where = "not installed" if library is None else f"not loaded ({error})"
-        return _reference(f"OpenBLAS is {where}")
+        if library is None:
+            return _reference("OpenBLAS is not installed", "; `pip install cmeel-openblas` helps")
+        return _reference(f"OpenBLAS is not loaded ({error})")
     return _in_force() or _reference("the OpenBLAS found lacks cblas_sgemm")
 
 
@@ -76,9 +77,9 @@ def physical_cores() -> int:
     return len(cores)
 
 
-def _reference(reason: str) -> Blas:
+def _reference(reason: str, remedy: str = "") -> Blas:
     # 512x576x1536 in float32 on 2 cores of an AMD EPYC (Zen 4): 242 ms against 5 to 8.
-    lost = "float32 matrices multiply about 30 times slower; `pip install cmeel-openblas` helps"
+    lost = f"float32 matrices multiply about 30 times slower{remedy}"
     return Blas("reference BLAS", reason=f"{reason}: {lost}")
 
 

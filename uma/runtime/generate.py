@@ -1,6 +1,7 @@
 """Generate text within a context: prefill what is new, stream pieces, stop where asked."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
@@ -175,13 +176,19 @@ def sampling_defaults(folder: Path) -> Sampling:
         if temp is None:
             temp = 1.0 if config.get("do_sample") is True else 0.0
         return Sampling(
-            temp=float(temp),
-            top_p=float(config.get("top_p") or 0.0),
-            min_p=float(config.get("min_p") or 0.0),
-            top_k=int(config.get("top_k") or 0),
+            temp=_within("temperature", float(temp), math.inf),
+            top_p=_within("top_p", float(config.get("top_p") or 0.0), 1),
+            min_p=_within("min_p", float(config.get("min_p") or 0.0), 1),
+            top_k=max(0, int(config.get("top_k") or 0)),
         )
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path.name} cannot be used: {error}") from error
+
+
+def _within(name: str, value: float, most: float) -> float:
+    if not (0 <= value <= most and value < math.inf):
+        raise ValueError(f"{name} is {value}")
+    return value
 
 
 def sampler(sampling: Sampling, vocab_size: int) -> Callable[[mx.array], mx.array]:

@@ -1,6 +1,7 @@
 """Load a model layer by layer, in the form asked for: as stored, quantized, or float32."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from uma.runtime.limits import memory_limits
 from uma.runtime.rotation import share_rotations
 
 _FLOATS = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+_REASON = 300  # characters of mlx-lm's own list of names that are shown
 _FIRST_INDEX = re.compile(r"^.*?\.\d+(?=\.)")
 
 
@@ -46,6 +48,7 @@ def load(
     adapter_path: Path | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    on_tokenizer: Callable[[Any], None] | None = None,
 ) -> LoadedModel:
     """Load the model and tokenizer of an MLX or Hugging Face ``folder``.
 
@@ -53,7 +56,8 @@ def load(
     floating-point parameters as ``mlx_lm.convert`` does, those of quantized matrices (scales)
     included; ``quantization`` quantizes the matrices that ``mlx_lm.convert`` would;
     ``dequantize_to="float32"`` makes every parameter float32. It is done one matrix at a time,
-    so that the peak stays near one matrix above the result.
+    so that the peak stays near one matrix above the result. ``on_tokenizer`` is called with the
+    tokenizer before any weights are read: what it raises costs no time.
 
     Raises:
         CheckpointError: If a file is missing or malformed, or does not match ``config.json``.
@@ -62,6 +66,9 @@ def load(
     if dequantize_to not in (None, "float32"):
         raise ValueError(f"dequantize_to is 'float32' or None, got {dequantize_to!r}")
     model, config = open_model(folder, trust_remote_code)
+    tokenizer = open_tokenizer(folder, config, trust_remote_code)
+    if on_tokenizer is not None:
+        on_tokenizer(tokenizer)
     notes = []
     if dtype is not None:
         cast_parameters(model, dtype)
@@ -77,7 +84,7 @@ def load(
     adapter_bytes = 0 if adapter_path is None else _add_adapter(model, adapter_path)
     return LoadedModel(
         model=model,
-        tokenizer=open_tokenizer(folder, config, trust_remote_code),
+        tokenizer=tokenizer,
         config=config,
         folder=folder,
         form=form_name(model),
@@ -121,14 +128,18 @@ def open_model(folder: Path, trust_remote_code: bool = False) -> tuple[Any, dict
 
 def _refusal(folder: Path, text: str) -> UmaError:
     """mlx-lm's ``ValueError`` in our tree, its lists of parameter names cut short."""
-    first = text.strip().splitlines()[0] if text.strip() else "no reason given"
+    first = " ".join(text.split()) or "no reason given"
     if "not supported" in first and "Model type" in first:
         return UnsupportedModel(
             f"{first} mlx-lm has no module of that name; it may need a newer one"
         )
     if "custom module" in first:
         return UnsupportedModel(f"the model in {folder} needs its own Python code; it is not run")
-    return CheckpointError(f"the model in {folder} cannot be built: {first[:300]}")
+    more = "" if len(first) <= _REASON else " ..."
+    return CheckpointError(
+        f"the weights in {folder} are not those of its config.json: {first[:_REASON]}{more}; "
+        "download the model's files once more"
+    )
 
 
 def cast_parameters(model: nn.Module, dtype: str) -> None:
@@ -236,6 +247,10 @@ def open_tokenizer(folder: Path, config: dict[str, Any], trust_remote_code: bool
             eos_token_ids=config.get("eos_token_id"),
         )
     except Exception as error:  # the tokenizers library raises bare Exception
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModel(
+                f"the tokenizer in {folder} needs its own Python code; it is not run"
+            ) from error
         if not (folder / "tokenizer.json").is_file():
             raise CheckpointError(
                 f"{folder} has no tokenizer.json: download all files of the model, not its weights "

@@ -5,6 +5,18 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from uma.measurement.process import read_process_memory
+
+
+def overhead_bytes() -> int:
+    """What this process holds beyond the arrays and the pool that MLX counts.
+
+    Raises:
+        UmaError: If the system does not tell.
+    """
+    counted = mx.get_active_memory() + mx.get_cache_memory()
+    return max(0, read_process_memory().current_bytes - counted)
+
 
 @dataclass(slots=True)
 class PhaseMeter:

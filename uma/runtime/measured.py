@@ -8,7 +8,7 @@ from uma.ledger import Ledger
 from uma.measurement.generation import Stats
 from uma.memory.kv_cache import STEP
 from uma.plan.inference import InferencePlan, with_tokens
-from uma.runtime.measure import PhaseMeter
+from uma.runtime.measure import PhaseMeter, overhead_bytes
 
 if TYPE_CHECKING:
     from uma.runtime.session import Session
@@ -84,12 +84,13 @@ def with_measurements(
     }
     if caches:
         found |= _transient_bytes(plan.ledger, found, meter.peaks)
+    beside = {(term.name, term.phase): overhead_bytes() for term in plan.machine.overhead}
     highest = (meter.active_and_pool_bytes, meter.peak_bytes, session.load_peak_bytes)
     return replace(
         plan.ledger,
         verdict=session.plan.verdict,
-        measured=found,
-        measured_peak_bytes=max(highest),
+        measured=found | beside,
+        measured_peak_bytes=max(highest) + sum(beside.values()),
     )
 
 
@@ -102,7 +103,8 @@ def _transient_bytes(ledger: Ledger, found: Measurements, peaks: dict[str, int])
     for phase, peak_bytes in peaks.items():
         terms = [t for t in ledger.terms if t.phase in (phase, "always")]
         keys = [(t.name, t.phase) for t in terms if t.name in _TRANSIENT]
-        rest = [(t.name, t.phase) for t in terms if t.name not in (*_TRANSIENT, "buffer_pool")]
+        others = (*_TRANSIENT, "buffer_pool", "runtime_context")
+        rest = [(t.name, t.phase) for t in terms if t.name not in others]
         if len(keys) == 1 and all(key in found for key in rest):
             result[keys[0]] = max(0, peak_bytes - sum(found[key] for key in rest))
     return result

@@ -15,7 +15,7 @@ from uma.measurement.generation import Stats
 from uma.memory.kv_cache import STEP
 from uma.plan.inference import Form, InferencePlan, with_tokens
 from uma.plan.limits import Limits, mlx_limits, phase_limits_bytes
-from uma.runtime.batch import BatchResult
+from uma.runtime.batch import BatchAnswer, BatchResult, batch
 from uma.runtime.bench import Bench
 from uma.runtime.cache import PromptCache, prompt_cache
 from uma.runtime.generate import Draft, Phase, Piece, Settings, generate
@@ -64,8 +64,12 @@ def open_session(
     adapter_path: Path | None = None,
     draft_folder: Path | None = None,
     progress: Progress | None = None,
+    on_tokenizer: Callable[[Any], None] | None = None,
 ) -> Iterator[Session]:
-    """Load the model of ``folder`` as ``plan`` says, within limits that end with the block."""
+    """Load the model of ``folder`` as ``plan`` says, within limits that end with the block.
+
+    ``on_tokenizer`` is called before the weights are read.
+    """
     limits = _limits(plan, wire=wire)
     with memory_limits(
         wired=limits.wired_limit_bytes,
@@ -74,7 +78,7 @@ def open_session(
     ):
         start = time.perf_counter()
         mx.reset_peak_memory()
-        loaded = _load(plan.form, folder, adapter_path, progress)
+        loaded = _load(plan.form, folder, adapter_path, progress, on_tokenizer)
         cache = _cache(plan, loaded)
         draft = None
         if draft_folder is not None:
@@ -87,7 +91,11 @@ def open_session(
 
 
 def _load(
-    form: Form, folder: Path, adapter_path: Path | None = None, progress: Progress | None = None
+    form: Form,
+    folder: Path,
+    adapter_path: Path | None = None,
+    progress: Progress | None = None,
+    on_tokenizer: Callable[[Any], None] | None = None,
 ) -> LoadedModel:
     return load(
         folder,
@@ -96,6 +104,7 @@ def _load(
         dtype="float32" if form.kind == "float32_scales" else None,
         adapter_path=adapter_path,
         progress=progress,
+        on_tokenizer=on_tokenizer,
     )
 
 
@@ -129,8 +138,8 @@ def answer(
 ) -> Iterator[Piece]:
     """The pieces of one answer; ``measured`` has its statistics and peaks afterwards.
 
-    MLX's memory limit is that of this prompt, which is mostly shorter than what was planned for,
-    and of the phase: evaluation runs as far ahead as the limit lets it.
+    MLX's limits are those of this prompt, which is mostly shorter than what was planned for; that
+    of memory is the phase's too: evaluation runs as far ahead as the limit lets it.
     """
     plan = session.plan
     session.longest_tokens = max(session.longest_tokens, len(session.cache.tokens))
@@ -138,12 +147,18 @@ def answer(
     longest = prompt + (settings.max_tokens or plan.workload.context_tokens)
     asked = with_tokens(plan, prompt, min(longest, plan.workload.context_tokens))
     phases = _phases(asked, measured.meter)
+    pool = _pool_limit_bytes(plan, prompt)
     try:
-        with memory_limits(memory=_limits(asked, wire=False).memory_limit_bytes):
+        with memory_limits(cache=pool, memory=_limits(asked, wire=False).memory_limit_bytes):
             yield from _answer(session, prompt_tokens, settings, measured, on_prefill, phases)
     finally:
         measured.meter.finish()
         session.longest_tokens = max(session.longest_tokens, len(session.cache.tokens))
+
+
+def _pool_limit_bytes(plan: InferencePlan, prompt_tokens: int) -> int:
+    """The pool of a prompt whose answer may end at once: no longer one has a smaller pool."""
+    return _limits(with_tokens(plan, prompt_tokens, prompt_tokens), wire=False).cache_limit_bytes
 
 
 def _phases(asked: InferencePlan, meter: PhaseMeter) -> Callable[[Phase], None]:
@@ -219,6 +234,26 @@ def bench_ledger(session: Session, bench: Bench) -> Ledger:
         ("recurrent_state", "always"): bench.state_bytes,
     }
     return with_measurements(session, session.plan, caches, bench.meter)
+
+
+def answer_all(
+    session: Session,
+    prompts: list[list[int]],
+    settings: Settings,
+    on_answer: Callable[[int, BatchAnswer], None] | None = None,
+) -> BatchResult:
+    """Answers to all prompts, as many at a time as planned, within the pool of the longest."""
+    workload = session.plan.workload
+    pool = _pool_limit_bytes(session.plan, max(map(len, prompts)))
+    with memory_limits(cache=pool):
+        return batch(
+            session.loaded,
+            prompts,
+            context_tokens=workload.context_tokens,
+            settings=settings,
+            batch_size=workload.batch_size,
+            on_answer=on_answer,
+        )
 
 
 def batch_ledger(session: Session, result: BatchResult) -> Ledger:

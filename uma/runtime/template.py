@@ -17,6 +17,9 @@ SECONDS = 2.0
 START_SECONDS = 60.0
 """What the process may take before that: to start, and to import Jinja from a cold disk."""
 
+REASON = 300
+"""Characters of a template's own error that are shown."""
+
 Message = dict[str, Any]
 
 
@@ -89,8 +92,10 @@ def render(template: str, variables: dict[str, Any]) -> str:
     except ValueError:
         raise CheckpointError("the model's chat template was stopped: too much memory") from None
     if "error" in parsed:
-        raise CheckpointError(f"the model's chat template failed: {parsed['error']}")
-    return str(parsed["text"])
+        reason = " ".join(str(parsed["error"]).split())[:REASON]
+        raise CheckpointError(f"the model's chat template failed: {reason}")
+    # A lone surrogate, which no tokenizer takes, becomes "?".
+    return str(parsed["text"]).encode("utf-8", "replace").decode()
 
 
 def _watch(worker: Any, out: Any) -> None:

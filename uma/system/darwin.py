@@ -5,11 +5,19 @@ recorded answers. Every reading is unprivileged.
 """
 
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from uma.errors import UmaError
+from uma.system.darwin_memory import (
+    decode_host_statistics,
+    decode_swapusage,
+    figures,
+    parse_memory_pressure,
+    parse_swapusage,
+    parse_vm_stat,
+)
+from uma.system.process import Process
 from uma.units import MIB, format_gib
 
 _SYSCTL_NAMES = (
@@ -19,8 +27,11 @@ _SYSCTL_NAMES = (
     "kern.osproductversion",
     "iogpu.wired_limit_mb",
     "debug.iogpu.wired_limit",  # the older key, macOS 13; in bytes
+    "hw.nperflevels",
+    *(f"hw.perflevel{level}.{key}" for level in (0, 1) for key in ("name", "physicalcpu")),
 )
 _TIMEOUT_S = 5
+_LEVEL = re.compile(r"hw\.perflevel([0-9])\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +48,13 @@ def read() -> Readings:
     return Readings(
         sysctl=_output("/usr/sbin/sysctl", *_SYSCTL_NAMES),
         vm_stat=_output("/usr/bin/vm_stat"),
-        ioreg=_output("/usr/sbin/ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator"),
+        ioreg=read_ioreg(),
     )
+
+
+def read_ioreg() -> str:
+    """The GPU's entry in the IORegistry, as text: 24 ms."""
+    return _output("/usr/sbin/ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator")
 
 
 def _output(*command: str) -> str:
@@ -86,7 +102,7 @@ def macos_major(version: str | None) -> int | None:
     >>> macos_major("26.4"), macos_major("unknown")
     (26, None)
     """
-    match = re.match(r"(\d+)(?:\.|$)", version or "")
+    match = re.match(r"([0-9]{1,4})(?:\.|$)", version or "")
     return int(match[1]) if match else None
 
 
@@ -116,66 +132,148 @@ def available_bytes(vm_stat: str) -> int | None:
     Free pages, and those that hold only file data or purgeable data, which macOS drops when
     asked. ``None`` when ``vm_stat`` lacks one of the lines.
     """
-    page = re.search(r"page size of (\d+) bytes", vm_stat)
-    counts = dict(re.findall(r'^"?([A-Z][^":]*)"?:\s+(\d+)\.?\s*$', vm_stat, re.MULTILINE))
-    names = ("Pages free", "File-backed pages", "Pages purgeable")
-    if page is None or not all(name in counts for name in names):
-        return None
-    return int(page[1]) * sum(int(counts[name]) for name in names)
+    return figures(parse_vm_stat(vm_stat))["reclaimable"]
 
 
 def gpu_cores(ioreg: str) -> int | None:
     """``gpu-core-count`` of the accelerator; absent in virtual machines.
 
-    >>> gpu_cores('  "gpu-core-count" = 10')
+    >>> gpu_cores('  "gpu-core-count" = 10 ')
     10
     """
-    match = re.search(r'"gpu-core-count"\s*=\s*(\d+)', ioreg)
+    match = re.search(r'"gpu-core-count"\s*=\s*([0-9]{1,4})\s', ioreg)
     return int(match[1]) if match else None
 
 
-# struct rusage_info_vN: 16 bytes of uuid, then 64-bit counters (xnu-11417.101.15,
-# bsd/sys/resource.h). A kernel that lacks a version answers EINVAL.
-_RUSAGE_SIZES = {4: 296, 2: 160, 0: 96}
-_PHYS_FOOTPRINT = 72
-_LIFETIME_MAX_PHYS_FOOTPRINT = 240
+def performance_levels(sysctl: Mapping[str, str]) -> list[tuple[str | None, int | None]]:
+    """Name and cores of each kind of core, the fastest first.
 
-
-def footprint(rusage: bytes) -> tuple[int, int | None]:
-    """Current and highest ``phys_footprint`` in a ``rusage_info`` of any version, in bytes.
-
-    The highest is ``None`` before version 4. The footprint contains Metal's buffers; resident
-    size does not.
-
-    Raises:
-        ValueError: If the structure is shorter than version 0.
+    The fastest is "Performance" up to M4 and "Super" on M5; older systems name none.
     """
-    if len(rusage) < _RUSAGE_SIZES[0]:
-        raise ValueError(f"rusage_info of {len(rusage)} bytes; version 0 has {_RUSAGE_SIZES[0]}")
-    (now,) = struct.unpack_from("<Q", rusage, _PHYS_FOOTPRINT)
-    if len(rusage) < _RUSAGE_SIZES[4]:
-        return now, None
-    (highest,) = struct.unpack_from("<Q", rusage, _LIFETIME_MAX_PHYS_FOOTPRINT)
-    return now, highest
+    indices = {int(match[1]) for key in sysctl if (match := _LEVEL.match(key))}
+    told = sysctl.get("hw.nperflevels", "")
+    count = int(told) if re.fullmatch("[0-9]", told) else max(indices, default=-1) + 1
+    return [(sysctl.get(f"hw.perflevel{i}.name"), _cores(sysctl, i)) for i in range(count)]
+
+
+def cores_text(sysctl: Mapping[str, str]) -> str | None:
+    """The processor's cores in words, or ``None`` where they are not told.
+
+    >>> cores_text({"hw.perflevel0.physicalcpu": "6", "hw.perflevel0.name": "Super"})
+    '6 Super cores'
+    """
+    levels = [(name, cores) for name, cores in performance_levels(sysctl) if cores is not None]
+    words = (f"{cores} {name}" if name else str(cores) for name, cores in levels)
+    return f"{' + '.join(words)} cores" if levels else None
+
+
+def _cores(sysctl: Mapping[str, str], level: int) -> int | None:
+    text = sysctl.get(f"hw.perflevel{level}.physicalcpu", "")
+    return int(text) if re.fullmatch("[0-9]{1,4}", text) else None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReadings:
+    """The machine's memory: structures where the kernel gave them, text where it did not.
+
+    ``pressure_level`` is 1, 2 or 4, ``memory_level`` a percentage; ``wired_collector_off`` is the
+    ``sysctl`` that keeps macOS 26 from unwiring GPU memory that is idle.
+    """
+
+    pages: dict[str, int]
+    pages_source: str
+    swap: dict[str, int]
+    pressure_level: int | None = None
+    memory_level: int | None = None
+    wired_collector_off: int | None = None
+
+
+def read_memory() -> MemoryReadings:
+    """Ask this Mac; once per second at most, because the kernel repeats its answers if hurried."""
+    pages, pages_source = _read_pages()
+    swap = decode_swapusage(_sysctl_bytes("vm.swapusage"))
+    swap_text = "" if swap else _output("/usr/sbin/sysctl", "vm.swapusage")
+    return MemoryReadings(
+        pages=pages,
+        pages_source=pages_source,
+        swap=swap or parse_swapusage(swap_text),
+        pressure_level=sysctl_int("kern.memorystatus_vm_pressure_level"),
+        memory_level=sysctl_int("kern.memorystatus_level"),
+        wired_collector_off=sysctl_int("iogpu.disable_wired_collector"),
+    )
+
+
+def _read_pages() -> tuple[dict[str, int], str]:
+    from uma.system import darwin_native
+
+    try:
+        buffer = darwin_native.host_statistics()
+        return decode_host_statistics(buffer, darwin_native.page_size()), "host_statistics64"
+    except OSError:
+        pages = parse_vm_stat(_output("/usr/bin/vm_stat"))
+    if "page_size" in pages:
+        return pages, "vm_stat"
+    return parse_memory_pressure(_output("/usr/bin/memory_pressure")), "memory_pressure"
+
+
+def _sysctl_bytes(name: str) -> bytes:
+    from uma.system import darwin_native
+
+    try:
+        return darwin_native.sysctl(name)
+    except OSError:
+        return b""
+
+
+def sysctl_int(name: str) -> int | None:
+    """An integer of 4 or 8 bytes; ``None`` where the system has no such name."""
+    buffer = _sysctl_bytes(name)
+    return int.from_bytes(buffer, "little", signed=True) if len(buffer) in (4, 8) else None
+
+
+def read_footprint(pid: int) -> str:
+    """What the tool ``footprint`` says of a process of this user: 40 to 110 ms.
+
+    Without ``-f bytes`` it rounds a process of 13.9 GB to 13.
+    """
+    return _output("/usr/bin/footprint", "-p", str(pid), "-f", "bytes")
+
+
+def read_displays() -> str:
+    """``system_profiler`` on the GPU, as JSON: some seconds."""
+    return _output("/usr/sbin/system_profiler", "-json", "SPDisplaysDataType")
 
 
 def read_rusage(pid: int) -> bytes:
-    """``proc_pid_rusage`` of a process of this user: version 4, else 2, else 0.
+    """``proc_pid_rusage`` of a process of this user.
 
     Raises:
         UmaError: If the system refuses: no such process, or another user's.
     """
-    import ctypes
-    import errno
-    import os
+    from uma.system import darwin_native
 
-    call = ctypes.CDLL("/usr/lib/libSystem.B.dylib", use_errno=True).proc_pid_rusage
-    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
-    call.restype = ctypes.c_int
-    for version, size in _RUSAGE_SIZES.items():
-        buffer = ctypes.create_string_buffer(size)
-        if call(pid, version, buffer) == 0:
-            return buffer.raw
-        if ctypes.get_errno() != errno.EINVAL:
-            break
-    raise UmaError(f"no memory figures of process {pid}: {os.strerror(ctypes.get_errno())}")
+    try:
+        return darwin_native.rusage(pid)
+    except OSError as error:
+        raise UmaError(f"no memory figures of process {pid}: {error.strerror}") from None
+
+
+def read_processes() -> list[Process]:
+    """All processes of this Mac, by ``ps``."""
+    return parse_ps(_output("/bin/ps", "-axo", "pid=,ppid=,rss=,state=,comm="))
+
+
+def parse_ps(text: str) -> list[Process]:
+    """Lines of process id, parent, resident KiB, state and command, whose last part is kept.
+
+    Those that have ended and wait to be reaped (Z) are left out.
+
+    >>> parse_ps("  88     1  4096 Ss   /Applications/A B.app/Contents/MacOS/A B")
+    [Process(pid=88, parent=1, name='A B', resident_bytes=4194304)]
+    """
+    number = r"[ \t]*([0-9]{1,15})[ \t]+"
+    lines = re.findall(rf"^{number * 3}[^Z\s]\S*[ \t]+(\S.*?)[ \t]*$", text, re.MULTILINE)
+    return [
+        Process(int(pid), int(parent), command.rsplit("/", 1)[-1], int(kib) * 1024)
+        for pid, parent, kib, command in lines
+    ]

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from uma.errors import UmaError
 
 _ROOT = Path("/")
-_KIB_LINE = re.compile(r"^(\w[^:\s]*):\s+(\d+) kB\s*$", re.MULTILINE)
+_KIB_LINE = re.compile(r"^(\w[^:\s]*):\s+([0-9]{1,15}) kB\s*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Readings:
 def read(root: Path = _ROOT) -> Readings:
     """Ask this machine; under 1 ms."""
     return Readings(
-        meminfo=_text(root / "proc/meminfo") or "",
-        cpuinfo=_text(root / "proc/cpuinfo") or "",
-        release=(_text(root / "proc/sys/kernel/osrelease") or "").strip(),
+        meminfo=read_text(root / "proc/meminfo") or "",
+        cpuinfo=read_text(root / "proc/cpuinfo") or "",
+        release=(read_text(root / "proc/sys/kernel/osrelease") or "").strip(),
         groups=tuple(read_groups(root)),
     )
 
@@ -71,7 +71,7 @@ def read_groups(root: Path = _ROOT) -> Iterator[Group]:
     memory alone. In a container the path may be the host's: folders that are not there are passed
     over, and the mount's own root is always looked at.
     """
-    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers == "":
@@ -96,15 +96,17 @@ _NO_LIMIT = 1 << 62  # version 1 writes the largest page-aligned 63-bit number f
 
 def _group(folder: Path, names: tuple[str, str, str]) -> Group | None:
     limit_file, use_file, droppable = names
-    text = (_text(folder / limit_file) or "max").strip()
+    text = (read_text(folder / limit_file) or "max").strip()
     if text == "max":
         return None
     if not text.isdecimal():
         raise UmaError(f"{folder / limit_file} says {text!r}, which is neither a number nor 'max'")
     if int(text) >= _NO_LIMIT:
         return None
-    used = int((_text(folder / use_file) or "0").strip() or 0)
-    match = re.search(rf"^{droppable} (\d+)$", _text(folder / "memory.stat") or "", re.MULTILINE)
+    used = int((read_text(folder / use_file) or "0").strip() or 0)
+    match = re.search(
+        rf"^{droppable} (\d+)$", read_text(folder / "memory.stat") or "", re.MULTILINE
+    )
     dropped = int(match[1]) if match else 0
     return Group(int(text), max(0, used - dropped), f"control group, {limit_file}")
 
@@ -118,8 +120,8 @@ def read_own_memory(root: Path = _ROOT) -> tuple[int, int | None]:
     Raises:
         UmaError: If ``/proc`` is not there.
     """
-    status = parse_kib(_text(root / "proc/self/status") or "")
-    resident = parse_kib(_text(root / "proc/self/smaps_rollup") or "").get("Rss")
+    status = parse_kib(read_text(root / "proc/self/status") or "")
+    resident = parse_kib(read_text(root / "proc/self/smaps_rollup") or "").get("Rss")
     resident = resident or status.get("VmRSS")
     if resident is None:
         raise UmaError("no memory figures of this process: /proc/self/status has no VmRSS")
@@ -127,8 +129,10 @@ def read_own_memory(root: Path = _ROOT) -> tuple[int, int | None]:
     return resident, max(highest, resident) if highest is not None else None
 
 
-def _text(path: Path) -> str | None:
+def read_text(path: Path | str) -> str | None:
+    """What a file says, or ``None`` where it is not there or may not be read."""
     try:
-        return path.read_text(errors="replace")
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
     except OSError:
         return None

@@ -6,11 +6,14 @@ program can have the rest.
 """
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from uma.units import MIB
 
@@ -27,7 +30,7 @@ _TIMEOUT_S = 5
 # A driver that does not know a field refuses the whole query: memory.reserved is from R510 on.
 _FIELDS = (
     "name,memory.total,memory.used,memory.reserved,pcie.link.gen.max,pcie.link.width.max,"
-    "mig.mode.current"
+    "mig.mode.current,utilization.gpu,power.draw"
 )
 _OLD_FIELDS = "name,memory.total,memory.used"
 
@@ -47,7 +50,8 @@ class Card:
     """A card and its memory; ``None`` where it shares the machine's memory (GB10), or unknown.
 
     ``link_bytes_per_s`` is what its PCI Express carries in one direction at most. With ``mig`` the
-    card is divided, and a program sees less than this.
+    card is divided, and a program sees less than this. ``busy_percent`` is the share of the time
+    in which any kernel ran.
     """
 
     name: str
@@ -56,6 +60,8 @@ class Card:
     reserved_bytes: int | None = None
     link_bytes_per_s: int | None = None
     mig: bool = False
+    busy_percent: float | None = None
+    power_w: float | None = None
 
 
 def read_cards() -> tuple[Card, ...]:
@@ -108,7 +114,55 @@ def _nvml_card(pynvml, handle) -> Card:  # type: ignore[no-untyped-def]
         )
     with contextlib.suppress(pynvml.NVMLError):
         mig = pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
-    return Card(name, total, used, reserved, link, mig)
+    busy = power = None
+    with contextlib.suppress(pynvml.NVMLError):
+        busy = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    with contextlib.suppress(pynvml.NVMLError):
+        power = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
+    return Card(name, total, used, reserved, link, mig, busy, power)
+
+
+def read_process_bytes() -> dict[int, int]:
+    """Memory of the cards by process, where the driver tells it (GB10 does, Windows does not)."""
+    pynvml = _kept_nvml() if any(map(_exists, _DEVICE_FILES)) else None
+    return {} if pynvml is None else process_bytes(pynvml)
+
+
+@cache
+def _kept_nvml() -> Any:
+    """NVML, initialized until this process ends, because that takes longer than to ask it."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def process_bytes(pynvml: Any) -> dict[int, int]:
+    """What NVML says that each process holds, of all cards together."""
+    sizes: dict[int, int] = {}
+    too_old = getattr(pynvml, "NVMLLibraryMismatchError", pynvml.NVMLError)  # the driver
+    with contextlib.suppress(pynvml.NVMLError, too_old):
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                known = known_bytes(process.usedGpuMemory)
+                if known is not None:
+                    sizes[process.pid] = sizes.get(process.pid, 0) + known
+    return sizes
+
+
+def known_bytes(size: int | None) -> int | None:
+    """``size``, or ``None`` for NVML's "not available", all bits set in older bindings.
+
+    >>> known_bytes(5), known_bytes(2**64 - 1)
+    (5, None)
+    """
+    return None if size is None or size >= 1 << 63 else size
 
 
 def read_with_tool(tool: str) -> tuple[Card, ...]:
@@ -121,7 +175,7 @@ def read_with_tool(tool: str) -> tuple[Card, ...]:
 
 
 def parse_cards(text: str) -> tuple[Card, ...]:
-    """Lines of ``name, total[, used[, reserved, generation, lanes, mig]]``.
+    """Lines of ``name, total[, used[, reserved, generation, lanes, mig, busy, power]]``.
 
     >>> parse_cards("NVIDIA GB10, [N/A]\\n")[0].memory_bytes is None
     True
@@ -136,11 +190,22 @@ def parse_cards(text: str) -> tuple[Card, ...]:
 
 
 def _card(cells: Sequence[str]) -> Card:
-    name, total, used, reserved, generation, lanes, mig = [*cells, *[""] * 6][:7]
+    name, total, used, reserved, generation, lanes, mig, busy, power = [*cells, *[""] * 8][:9]
     link = None
-    if generation.isdecimal() and lanes.isdecimal():
+    if re.fullmatch("[0-9]{1,2}", generation) and re.fullmatch("[0-9]{1,2}", lanes):
         link = link_bytes_per_s(int(generation), int(lanes))
-    return Card(name, _mib(total), _mib(used), _mib(reserved), link, mig == "Enabled")
+    sizes = (_mib(total), _mib(used), _mib(reserved))
+    return Card(name, *sizes, link, mig == "Enabled", number(busy), number(power))
+
+
+def number(cell: str) -> float | None:
+    """What a cell measures, without its unit; ``None`` for ``[N/A]`` and ``Not Supported``.
+
+    >>> number("11.17 W"), number("0 %"), number("[N/A]")
+    (11.17, 0.0, None)
+    """
+    match = re.match(r"\s*([0-9]{1,15}(?:\.[0-9]{1,6})?)(?![0-9.,])", cell)
+    return float(match[1]) if match else None
 
 
 def link_bytes_per_s(generation: int, lanes: int) -> int | None:
@@ -163,14 +228,17 @@ def is_wsl() -> bool:
 
 
 def _mib(cell: str) -> int | None:
-    size = re.fullmatch(r"(\d+) MiB", cell)
+    size = re.fullmatch(r"([0-9]{1,12}) MiB", cell)
     return int(size[1]) * MIB if size else None
 
 
 def _tool() -> str | None:
-    import shutil
-
-    return shutil.which("nvidia-smi") or next(filter(_exists, _TOOLS), None)
+    """Where ``nvidia-smi`` is; without ``shutil``, whose import takes longer than the search."""
+    name = "nvidia-smi.exe" if sys.platform == "win32" else "nvidia-smi"
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    paths = [os.path.join(folder, name) for folder in folders if folder]
+    found = (path for path in (*paths, *_TOOLS) if os.path.isfile(path))
+    return next((path for path in found if os.access(path, os.X_OK)), None)
 
 
 def _exists(path: str) -> bool:

@@ -201,9 +201,12 @@ def _notes(
     """What was not kept exactly, or was in spite of what was asked: a line for each form."""
     notes = []
     if asked is not None:
-        fewer = [c for c in conversions if c.form == "exact" and _bits(c) < asked.bits]
-        if fewer:
-            notes.append(f"{len(fewer)} matrices kept as they are: more bits would add nothing")
+        other = [
+            c for c in conversions if c.form == "exact" and c.quantization not in (None, asked)
+        ]
+        if other:
+            why = "more bits would add nothing" if _bits(other[0]) < asked.bits else "without loss"
+            notes.append(f"{len(other)} matrices kept as {other[0].quantization}: {why}")
     for form, verb in (("quantized", "dequantized, then quantized to"), ("float", "stored as")):
         changed: dict[tuple[str, str], int] = {}
         for c in conversions:

@@ -1,0 +1,201 @@
+"""What the options of ``uma estimate`` ask for: the machine, the engine, the model under it."""
+
+from typing import TYPE_CHECKING, Any
+
+from uma.cli.options import RunOptions, size_option
+from uma.errors import RuntimeUnavailable, UnsupportedModel, UsageError
+from uma.workload import Engine, Inference
+
+if TYPE_CHECKING:
+    from uma.checkpoint.source import ModelSource
+    from uma.machine import Machine
+    from uma.plan.engine_case import EngineCase
+    from uma.plan.findings import Paging
+    from uma.plan.mlx_case import MlxCase
+    from uma.runtime.trace import Traced
+
+# Options that one engine alone has: the parameter's name, the engine, the field of its settings.
+OWN_OPTIONS: dict[str, tuple[Engine, str]] = {
+    "mode": ("mlx", ""),
+    "group_size": ("mlx", ""),
+    "prefill_step_size": ("mlx", ""),
+    "kv_bits": ("mlx", ""),
+    "kv_group_size": ("mlx", ""),
+    "exact": ("mlx", ""),
+    "parallel": ("llama.cpp", "n_parallel"),
+    "cache_type_k": ("llama.cpp", "cache_type_k"),
+    "cache_type_v": ("llama.cpp", "cache_type_v"),
+    "ubatch_size": ("llama.cpp", "n_ubatch"),
+    "flash_attn": ("llama.cpp", "flash_attn"),
+    "swa_full": ("llama.cpp", "swa_full"),
+    "kv_cache_dtype": ("vllm", "kv_cache_dtype"),
+    "gpu_memory_utilization": ("vllm", "gpu_memory_utilization"),
+    "requests": ("vllm", ""),
+}
+
+
+def machine_asked(
+    engine: Engine | None, named: str | None, macos: int | None, sizes: dict[str, str | None]
+) -> "Machine":
+    """The machine that is named or described, else this one, as ``uma run`` sees it under MLX.
+
+    Raises:
+        UnknownName: If nothing is called so.
+        UsageError: If the options contradict each other or the machine.
+    """
+    from uma.cli.calibrated import calibrated
+    from uma.machine.here import machine_of
+    from uma.machine.named import sold_bytes
+
+    if macos is not None and named is None and sizes["ram"] is None:
+        raise UsageError("--macos is for a machine that is described: give --machine or --ram")
+    if engine == "mlx" and named is None and not any(sizes.values()):
+        from uma.machine import read_machine
+
+        return calibrated(read_machine())
+    sold = {
+        f"{name}_bytes": None if size is None else sold_bytes(size, f"--{name.replace('_', '-')}")
+        for name, size in sizes.items()
+        if name != "gpu_limit"
+    }
+    gpu_limit_bytes = size_option(sizes["gpu_limit"], "--gpu-limit")
+    found = machine_of(named, gpu_limit_bytes=gpu_limit_bytes, macos=macos, **sold)
+    return found if named is not None or any(sizes.values()) else calibrated(found)
+
+
+def engine_asked(engine: Engine | None, machine: "Machine", given: list[str]) -> Engine:
+    """The engine, which has each of the options that are ``given``.
+
+    Raises:
+        UsageError: If one of them is another engine's, or MLX does not know the machine.
+    """
+    from uma.plan.estimate import default_engine
+
+    found = engine or default_engine(machine)
+    for name in given:
+        owner = OWN_OPTIONS[name][0]
+        if owner != found:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is an option of {owner}, and the engine is {found}: "
+                f"leave it out, or give --engine {owner}"
+            )
+    if found == "mlx" and machine.kind == "discrete":
+        raise UsageError(
+            f"--engine mlx: its memory is known on Apple silicon and on processors, not on "
+            f"{machine.name}; leave --engine out for llama.cpp"
+        )
+    return found
+
+
+def own_options(engine: Engine, params: dict[str, Any]) -> dict[str, Any]:
+    """The values of an engine's own options, by the fields of its settings."""
+    fields = {field: name for name, (of, field) in OWN_OPTIONS.items() if of == engine and field}
+    return {field: params[name] for field, name in fields.items()}
+
+
+def mlx_asked(chosen: RunOptions, machine: "Machine") -> "tuple[ModelSource, MlxCase]":
+    """The model as ``uma run`` would plan it."""
+    from uma.cli.plan import described, is_gguf, located, request_of, require_kv_bits
+    from uma.plan.forms import asked_format
+    from uma.plan.mlx_case import mlx_case
+
+    source = described(chosen, located(chosen))
+    # What was asked of a GGUF file was done when it was converted.
+    asked = {} if is_gguf(source) else asked_format(source, **_format(chosen))
+    case = mlx_case(source, machine, request_of(chosen), asked=asked)
+    require_kv_bits(chosen, case.architecture)
+    return source, case
+
+
+def _format(chosen: RunOptions) -> dict[str, Any]:
+    return {name: getattr(chosen, name) for name in ("bits", "mode", "group_size", "quant")}
+
+
+def engine_case_asked(
+    chosen: RunOptions, engine: Engine, machine: "Machine", options: dict[str, Any]
+) -> "tuple[ModelSource, EngineCase]":
+    """The model under another engine, with that engine's own ``options``."""
+    from uma.architecture import architecture_from_config
+    from uma.cli.plan import described, located
+    from uma.machine import budget_of
+    from uma.plan.engine_case import engine_case
+    from uma.plan.engine_words import format_of_bits, stored_format
+
+    quant = chosen.quant or (format_of_bits(engine, chosen.bits) if chosen.bits else None)
+    as_stored = engine == "llama.cpp" and quant is None
+    # The format is the engine's own: what the name stands for without it.
+    plain = chosen._replace(quant=None, bits=None)
+    source = described(plain, located(plain))
+    if source.config is None:
+        raise UnsupportedModel(f"{source.name}: its configuration is not known")
+    budget = budget_of(
+        machine, user_budget_bytes=chosen.budget_bytes, reserve_bytes=chosen.reserve_bytes
+    )
+    assert chosen.context is not None  # it has a default here
+    sequences = max(chosen.batch_size, options.pop("n_parallel", None) or 1)
+    case = engine_case(
+        architecture_from_config(source.config),
+        engine,
+        quant or stored_format(engine, source.config),
+        Inference(chosen.context, batch_size=sequences),
+        budget,
+        machine,
+        options,
+        model=source.name,
+        file=source.gguf_headers[0] if source.gguf_headers and as_stored else None,
+    )
+    return source, case
+
+
+def traced(source: "ModelSource", case: "MlxCase") -> "Traced":
+    """mlx-lm's own code traced for the form and workload that the plan has chosen.
+
+    Raises:
+        RuntimeUnavailable: If MLX is not installed.
+        UnsupportedModel: If mlx-lm has no code for the model, or it cannot be traced.
+    """
+    import gc
+    from importlib.util import find_spec
+
+    gc.enable()  # ``uma.cli.main`` has it off for estimates
+    if find_spec("mlx") is None or find_spec("mlx_lm") is None:
+        raise RuntimeUnavailable(
+            "--exact traces mlx-lm's own code, and MLX is not installed: pip install mlx mlx-lm "
+            "(on Linux 'mlx[cpu]'), or leave --exact out: the closed forms need neither"
+        )
+    from uma.quantization import quantization_of_config
+    from uma.runtime.bare_package import bare_mlx_lm
+
+    plan = case.plan()
+    config = source.config or {}
+    dtype = plan.architecture.dtype if plan.form.activation_bytes == 2 else "float32"
+    held = plan.form.quantization or quantization_of_config(config)
+    form = None if plan.form.kind == "float32" else held
+    bare_mlx_lm()
+    from uma.runtime.trace import trace
+
+    return trace(config, form, plan.workload, case.machine.backend, dtype=dtype)
+
+
+def paging(text: str, case: "EngineCase") -> "Paging":
+    """What vLLM's pages and a contiguous cache hold of the requests that ``--requests`` lists."""
+    from uma.engines.vllm import sequence_blocks
+    from uma.memory.paging import mean_holding, parse_requests
+    from uma.plan.findings import Paging
+
+    context = case.workload.context_tokens
+    size = case.settings.block_size
+    blocks = sequence_blocks(case.architecture, context, case.settings)
+    slot_bytes = -(-blocks.size_bytes // context)
+    holding = mean_holding(parse_requests(text), context, size)
+    return Paging(holding, slot_bytes, case.workload.batch_size)
+
+
+def compare_command(chosen: RunOptions, named: str | None) -> str | None:
+    """The ``uma compare`` of the same work, where there is such a command."""
+    from uma.cli.commands import COMMANDS
+
+    if "compare" not in COMMANDS:
+        return None
+    words = ["uma compare", chosen.model or "", *(["--machine", named] if named else [])]
+    return " ".join([*filter(None, words), "--context", str(chosen.context)])

@@ -1,0 +1,165 @@
+"""The memory of ``mlx_lm.lora``'s training, term by term (mlx 0.32.4, mlx-lm 0.32.2).
+
+What MLX's own counters leave out (the process, Metal's context) is not a term, nor is the pool of
+freed buffers, whose size is a choice.
+"""
+
+from dataclasses import dataclass, replace
+
+from uma.architecture.layers import Architecture, Layer, Parameter
+from uma.engines.mlx_layers import built, forward_only
+from uma.engines.mlx_step import FLOAT32, Step
+from uma.memory.adapters import adapters, trained_layers
+from uma.memory.liveness import MAX_ACTIVE_TASKS, evaluation_order, peak
+from uma.memory.optimizer_states import mlx_states
+from uma.memory.term import MemoryTerm
+from uma.quantization import DTYPE_BYTES
+from uma.workload import Backend, TrainingWorkload
+
+OPTIMIZER_SCALARS = 12  # optimizers.py: the step in uint64, the learning rate in float32
+SIMULATED = 3  # trained layers of a step that is laid out; more of them are extrapolated
+SIMULATED_MORE = 6  # where the order of evaluation settles later
+STEP_SOURCE = "arrays of one step in MLX's order of evaluation"
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """One trained array."""
+
+    shape: tuple[int, ...]
+    width: int
+
+    @property
+    def size_bytes(self) -> int:
+        size = self.width
+        for dim in self.shape:
+            size *= dim
+        return size
+
+
+def trained_arrays(architecture: Architecture, workload: TrainingWorkload) -> list[Trained]:
+    """Every array that gets a gradient, as ``mlx_lm.lora`` makes or unfreezes it.
+
+    Factors and magnitudes of adapters are float32 whatever the model is (``tuner/lora.py``,
+    ``mx.random.uniform``; ``tuner/dora.py``, ``set_linear``).
+    """
+    if workload.method == "full":
+        return [
+            Trained(p.shape, _width(p, workload))
+            for layer in trained_layers(architecture, workload)
+            for p in layer.parameters
+        ]
+    found = []
+    for adapter in adapters(architecture, workload):
+        stacked = (adapter.count,) if len(adapter.parameter.shape) == 3 else ()
+        found.append(Trained((*stacked, adapter.columns, adapter.rank), FLOAT32))
+        found.append(Trained((*stacked, adapter.rank, adapter.rows), FLOAT32))
+        if adapter.magnitude:
+            found.append(Trained((adapter.rows,), FLOAT32))
+    return found
+
+
+def _width(parameter: Parameter, workload: TrainingWorkload) -> int:
+    if parameter.dtype == "model":
+        return workload.dtype_bytes
+    return DTYPE_BYTES[parameter.dtype]
+
+
+def optimizer_bytes(workload: TrainingWorkload, arrays: list[Trained]) -> int:
+    """What the optimizer keeps of them, and its two numbers."""
+    states = (mlx_states(workload.optimizer, a.shape, a.width).device_bytes for a in arrays)
+    return sum(states) + OPTIMIZER_SCALARS
+
+
+def training_terms(
+    architecture: Architecture,
+    weights: MemoryTerm,
+    workload: TrainingWorkload,
+    *,
+    backend: Backend = "metal",
+) -> tuple[MemoryTerm, ...]:
+    """Every term of training, by phase; the largest sum of a phase is the predicted peak.
+
+    MLX evaluates forward, backward and update of a step as one graph, so that they are one phase,
+    ``backward``: gradients die one by one and are part of its activations. With accumulation they
+    are kept between steps.
+    """
+    arrays = trained_arrays(architecture, workload)
+    size = sum(a.size_bytes for a in arrays)
+    terms = [weights]
+    if workload.method != "full":
+        terms.append(MemoryTerm("adapters", size, "exact", "tuner/lora.py, by shape"))
+    states = optimizer_bytes(workload, arrays)
+    terms.append(MemoryTerm("optimizer_states", states, "exact", f"{workload.optimizer}, by shape"))
+    if workload.grad_accumulation_steps > 1:
+        source = "kept between steps"
+        terms.append(MemoryTerm("gradients", size, "exact", source))
+    step = extrapolated(architecture, workload, backend)
+    terms.append(MemoryTerm("activations", step, "bound", STEP_SOURCE, "backward"))
+    forward = _forward_bytes(architecture, workload, backend)
+    terms.append(
+        MemoryTerm("activations", forward, "bound", "one batch without gradients", "validation")
+    )
+    terms.append(MemoryTerm("other", 0, "exact", "adapters are written in place", "save"))
+    return tuple(terms)
+
+
+def extrapolated(architecture: Architecture, workload: TrainingWorkload, backend: Backend) -> int:
+    """Bytes of a step above what exists before it.
+
+    A step of many trained layers is laid out for fewer of them, whole periods of their kinds, and
+    continued in a straight line: each layer adds the same, a checkpointed one its input.
+    """
+    trained = len(trained_layers(architecture, workload))
+    period = _period(architecture.layers)
+    settled = workload.grad_checkpoint == 0 and workload.method != "full"
+    count = period * max(1, (SIMULATED if settled else SIMULATED_MORE) // period)
+    if trained <= count + period:
+        return step_bytes(architecture, workload, trained, backend)
+    more = step_bytes(architecture, workload, count + period, backend)
+    each = _input_bytes(architecture, workload) * period
+    if not workload.grad_checkpoint:
+        each = more - step_bytes(architecture, workload, count, backend)
+    return more + each * (trained - count - period) // period
+
+
+def _input_bytes(architecture: Architecture, workload: TrainingWorkload) -> int:
+    """What a checkpointed layer keeps."""
+    return workload.tokens * architecture.hidden_size * workload.dtype_bytes
+
+
+def step_bytes(
+    architecture: Architecture, workload: TrainingWorkload, layers: int, backend: Backend
+) -> int:
+    """Bytes of a step with ``layers`` trained layers above what exists before it."""
+    kept = replace(architecture, layers=architecture.layers[-layers:])
+    step = Step(kept, replace(workload, num_layers=None), fused_norms=backend == "metal")
+    roots = built(step)
+    graph = step.graph.graph(roots)
+    order = evaluation_order(graph)
+    ahead = MAX_ACTIVE_TASKS if backend == "cpu" else 0
+    held = sum(graph.arrays[i].nbytes for i in graph.sources[1:])
+    return peak(graph, order, backend, tasks_ahead=ahead).size_bytes - held
+
+
+def _forward_bytes(architecture: Architecture, workload: TrainingWorkload, backend: Backend) -> int:
+    """Bytes of ``evaluate`` on one batch: the largest layer, or the logits."""
+    kept = replace(architecture, layers=architecture.layers[-1:])
+    step = Step(kept, replace(workload, num_layers=None), fused_norms=backend == "metal")
+    graph = step.graph.graph(forward_only(step))
+    order = evaluation_order(graph)
+    held = sum(graph.arrays[i].nbytes for i in graph.sources[1:])
+    ahead = MAX_ACTIVE_TASKS if backend == "cpu" else 0
+    return peak(graph, order, backend, tasks_ahead=ahead).size_bytes - held
+
+
+def _period(layers: tuple[Layer, ...]) -> int:
+    """After how many layers their kinds repeat, counted from the last; all if they do not."""
+    kinds = [
+        (layer.mixers, layer.feed_forward, tuple(p.shape for p in layer.parameters))
+        for layer in reversed(layers)
+    ]
+    for period in range(1, len(kinds) // 2 + 1):
+        if all(kinds[i] == kinds[i + period] for i in range(min(period * 2, len(kinds) - period))):
+            return period
+    return len(kinds)

@@ -1,0 +1,230 @@
+"""One training step under PyTorch, in sizes: forward, loss, backward, layer by layer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from uma.architecture.layers import Architecture, Layer
+from uma.engines.torch_layers import Batch, decoder_layer
+from uma.engines.torch_ops import LayerSettings, Program
+from uma.memory.autograd import Buffer, Graph, Memory, Tensor
+from uma.memory.loss import TRANSFORMERS, Copies, LossRun
+
+
+SIMULATED = 4  # layers that are laid out of many equal ones
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """What decides the sizes of a step beside those of a layer.
+
+    ``keeps_inputs`` is FSDP 1 with frozen parameters: its hooks on the inputs of a layer hold them
+    and their gradients until the backward pass ends (torch 2.4,
+    ``distributed/fsdp/_runtime_utils.py``, ``_register_post_backward_reshard_only_hook``).
+    ``inputs_need_gradients`` is ``enable_input_require_grads``.
+    ``gradient_shards`` are the devices over which gradients are spread once a layer is done;
+    ``drops_gradients`` is an optimizer that runs in the backward pass. ``offloads_inputs`` is
+    Unsloth's checkpointing, which moves saved inputs to the host. ``selective`` checkpointing also
+    saves every second product and attention's output (torchtitan 0.1,
+    ``parallelize_llama.py``, ``_save_list``).
+    """
+
+    stream_width: int = 2
+    head_width: int = 2
+    checkpoint_every: int = 0
+    reentrant: bool = True
+    inputs_need_gradients: bool = True
+    keeps_inputs: bool = False
+    head_trained: bool = False
+    embedding_trained: bool = False
+    gradient_shards: int = 1
+    drops_gradients: bool = False
+    selective: bool = False
+    offloads_inputs: bool = False
+    copies: Copies = TRANSFORMERS
+
+
+@dataclass(frozen=True, slots=True)
+class StepPeaks:
+    """Bytes above what is always there, by moment, and the gradients that are left at the end.
+
+    Moments are the forward pass, the loss going backward, and the backward pass of each layer.
+    """
+
+    moments: dict[str, int]
+    gradient_bytes: int
+
+    @property
+    def forward_bytes(self) -> int:
+        return self.moments.get("forward", 0)
+
+    @property
+    def backward_bytes(self) -> int:
+        return max(size for moment, size in self.moments.items() if moment != "forward")
+
+
+class Step:
+    """The values of one step."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        batch: Batch,
+        layers: LayerSettings,
+        settings: StepSettings,
+    ) -> None:
+        self.architecture, self.batch, self.settings = architecture, batch, settings
+        self.memory = Memory()
+        self.run = Program(Graph(self.memory), layers)
+        self.kept: list[Buffer | None] = []
+
+    def peaks(self) -> StepPeaks:
+        self.memory.moment = "forward"
+        x = self._forward()
+        settings, tokens = self.settings, self.batch.tokens
+        hidden = self.architecture.hidden_size
+        normed = self.run.norm(x, x.width)
+        del x
+        vocabulary = self.architecture.vocab_size
+        loss = LossRun(self.memory, tokens, vocabulary, settings.head_width, settings.copies)
+        loss.forward(normed.size_bytes)
+        node, size = normed.node, normed.size_bytes
+        saved = normed.buffer if settings.head_trained else None
+        del normed
+        self.memory.moment = "backward"
+        grad = loss.backward(size)
+        del saved
+        if settings.head_trained:
+            self.run.gradient(hidden * self.architecture.vocab_size)
+        assert node is not None
+        self.run.graph.backward(node, grad)
+        del grad, node
+        if settings.embedding_trained:
+            self.run.gradient(hidden * self.architecture.vocab_size)
+        gradients = sum(b.size_bytes for b in self.run.parameter_gradients)
+        return StepPeaks(dict(self.memory.peaks), gradients)
+
+    def _forward(self) -> Tensor:
+        settings = self.settings
+        hidden = self.architecture.hidden_size
+        x = self.run.graph.tensor(self.batch.tokens * hidden, settings.stream_width)
+        if settings.inputs_need_gradients or settings.embedding_trained:
+            x = self.run.graph.leaf(x)
+        layers = self.architecture.layers
+        every = settings.checkpoint_every
+        index = 0
+        while index < len(layers):
+            count = every if every else 1
+            group = layers[index : index + count]
+            x = self._checkpointed(group, x, index) if every else self._layers(group, x, index)
+            index += count
+        return x
+
+    def _layers(self, layers: Sequence[Layer], x: Tensor, index: int) -> Tensor:
+        for i, layer in enumerate(layers, index):
+            x = decoder_layer(self.run, layer, x, self.architecture.hidden_size, self.batch)
+            x = self._marked(x, i)
+        return x
+
+    def _marked(self, x: Tensor, index: int) -> Tensor:
+        """``x``; the backward pass is in layer ``index`` once it comes here."""
+
+        def back(grad: Buffer) -> Sequence[Buffer]:
+            self.memory.moment = f"layer {index}"
+            return [grad]
+
+        return self.run.graph.apply([x], x.buffer, x.elements, x.width, back)
+
+    def _checkpointed(self, layers: Sequence[Layer], x: Tensor, index: int) -> Tensor:
+        """``torch.utils.checkpoint``: the input is saved, the layers run again for the backward.
+
+        The reentrant variant holds the gradient of the output, and the output that it has made
+        again, while it goes backward (torch 2.4, ``CheckpointFunction.backward``).
+        """
+        kept = self.memory.buffer(0) if self.settings.offloads_inputs else x.buffer
+        saved, elements, width = Tensor(x.buffer, x.elements, x.width), x.elements, x.width
+        products = self._selected(layers) if self.settings.selective else None
+
+        def back(grad: Buffer) -> Sequence[Buffer | None]:
+            again = kept if kept.size_bytes else self.memory.buffer(elements * width)
+            leaf = self.run.graph.leaf(Tensor(again, elements, width))
+            del again
+            out = self._layers(layers, leaf, index)
+            assert out.node is not None
+            assert leaf.node is not None
+            before = len(self.run.parameter_gradients)
+            node = out.node
+            if not self.settings.reentrant:
+                del out
+            self.run.graph.backward(node, grad)
+            self._shard(before)
+            found = leaf.node.grad if products is None or products else None
+            if self.settings.keeps_inputs:
+                self.kept += [leaf.buffer, found]
+            return [found]
+
+        with self.run.graph.no_grad():
+            out = self._layers(layers, saved, index)
+        del saved
+        return self.run.graph.apply(
+            [x], out.buffer, out.elements, out.width, back, starts=not self.settings.reentrant
+        )
+
+    def _selected(self, layers: Sequence[Layer]) -> Buffer:
+        """Half of the products' outputs, and the outputs of attention."""
+        rows = sum(p.shape[-2] for layer in layers for p in layer.parameters if p.kind == "matrix")
+        mixed = len(layers) * self.architecture.hidden_size
+        width = self.run.settings.compute_width
+        return self.memory.buffer(self.batch.tokens * (rows // 2 + mixed) * width)
+
+    def _shard(self, first: int) -> None:
+        """Gradients of a layer that every device keeps a part of once they are reduced."""
+        shards = self.settings.gradient_shards
+        if self.settings.drops_gradients:
+            del self.run.parameter_gradients[first:]
+        elif shards > 1:
+            whole = sum(b.size_bytes for b in self.run.parameter_gradients[first:])
+            part = self.memory.buffer(whole // shards)
+            self.run.parameter_gradients[first:] = [part]
+
+
+def step_peaks(
+    architecture: Architecture, batch: Batch, layers: LayerSettings, settings: StepSettings
+) -> StepPeaks:
+    """The moments of a step.
+
+    Of many equal layers ``SIMULATED`` and one more are laid out: each moment grows with the number
+    of layers in a straight line, counted from the last layer or from the first.
+    """
+    count, every = len(architecture.layers), max(1, settings.checkpoint_every)
+    fewer = SIMULATED * every
+    if count <= fewer + every or count % every or not _are_equal(architecture.layers):
+        return Step(architecture, batch, layers, settings).peaks()
+    few, more = (
+        Step(replace(architecture, layers=architecture.layers[:n]), batch, layers, settings).peaks()
+        for n in (fewer, fewer + every)
+    )
+    steps, half = (count - fewer) // every, fewer // 2
+    moments = {}
+    for index in range(fewer):
+        at = index if index < half else index + every
+        moments[f"layer {index}"] = _line(
+            few.moments[f"layer {index}"], more.moments[f"layer {at}"], steps
+        )
+    for name in ("forward", "backward"):
+        moments[name] = _line(few.moments[name], more.moments[name], steps)
+    return StepPeaks(moments, _line(few.gradient_bytes, more.gradient_bytes, steps))
+
+
+def _line(few: int, more: int, steps: int) -> int:
+    return few + (more - few) * steps
+
+
+def _are_equal(layers: Sequence[Layer]) -> bool:
+    """Whether the layers differ in nothing that a step's sizes depend on."""
+    first = layers[0]
+    sizes = [p.shape for p in first.parameters]
+    return all(
+        (layer.mixers, layer.feed_forward) == (first.mixers, first.feed_forward)
+        and [p.shape for p in layer.parameters] == sizes
+        for layer in layers
+    )

@@ -1,0 +1,398 @@
+"""The memory of training with PyTorch: transformers' Trainer, PEFT and bitsandbytes, and others.
+
+Facts are of torch 2.4 to 2.13, transformers 4.45 to 5.24, peft 0.13 to 0.20, bitsandbytes 0.43 to
+0.50. What one device holds; ``uma.memory.sharding`` says what sharding leaves of each state.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from uma.architecture.layers import Architecture, Parameter, parameters
+from uma.engines import schemes
+from uma.engines.torch_layers import Batch
+from uma.engines.torch_ops import FLOAT32, AttentionKernel, LayerSettings, Linear
+from uma.engines.torch_step import StepPeaks, StepSettings, step_peaks
+from uma.engines.transformers import CUBLAS_WORKSPACE, CUDA_CONTEXT
+from uma.memory.adapters import adapters, is_target, trained_layers
+from uma.memory.loss import TRANSFORMERS, Copies
+from uma.memory.optimizer_states import States, step_temporary_bytes, torch_states
+from uma.ledger import phase_totals
+from uma.memory.term import MemoryTerm
+from uma.workload import TrainingWorkload
+
+# Formats whose matrices are multiplied as a 16-bit copy; GPTQ's and AWQ's kernels read them packed.
+COPIED = frozenset({"nf4", "nf4-double", "int8"})
+
+# What torch's allocator holds of freed blocks, as a share of all that is not there from the start;
+# fitted by scripts/fit_training.py on the rows that measured both.
+RESERVED_SLACK = 0.37
+
+DEEPSPEED_BUCKET = 500_000_000  # elements (DeepSpeed 0.16, runtime/zero/config.py)
+
+# Names of the same matrices in other families, by the roles that a layer is laid out in.
+ROLES = {
+    "q_proj": ("q_proj", "qkv_proj", "c_attn", "query_key_value", "query", "wq", "q_a_proj"),
+    "k_proj": ("k_proj", "qkv_proj", "c_attn", "query_key_value", "key", "wk"),
+    "v_proj": ("v_proj", "qkv_proj", "c_attn", "query_key_value", "value", "wv"),
+    "o_proj": ("o_proj", "c_proj", "dense", "projection", "wo", "out_proj"),
+    "gate_proj": ("gate_proj", "gate_up_proj", "w1", "mlp"),
+    "up_proj": ("up_proj", "gate_up_proj", "w2", "c_fc", "mlp"),
+    "down_proj": ("down_proj", "c_proj", "w3", "mlp"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Options of the stack that trains, with the defaults of Trainer and PEFT.
+
+    ``prepare_kbit`` is PEFT's ``prepare_model_for_kbit_training``: everything that is not
+    quantized in float32; ``casts_head_back`` is TRL's ``peft_module_casting_to_bf16``, which brings
+    embeddings and head back to 16 bits and leaves the norms. ``weight_width`` is 4 where parameters are float32 and computed in 16 bits
+    under autocast. ``adapter_width`` is 4 unless a stack makes adapters in 16 bits (torchtune,
+    litgpt). ``fused_kernels`` are Unsloth's. ``foreach`` is torch's default variant of AdamW on
+    CUDA. ``quantizes_experts`` holds before transformers 5. ``repeats_kv`` see ``LayerSettings``.
+    """
+
+    autocast: bool = True
+    prepare_kbit: bool = True
+    casts_head_back: bool = False
+    weight_width: int = 0
+    adapter_width: int = FLOAT32
+    kernel: AttentionKernel = "flash"
+    fused_kernels: bool = False
+    fused_adapters: bool = False
+    dropout: bool = False
+    foreach: bool = True
+    reentrant: bool = True
+    copies: Copies = TRANSFORMERS
+    repeats_kv: bool = False
+    quantizes_experts: bool = True
+    fsdp_hooks: bool = True
+    optimizer_in_backward: bool = False
+    selective: bool = False
+    deepspeed: bool = False
+    offloads_inputs: bool = False
+    inputs_need_gradients: bool = True
+    modules_to_save: bool = False
+    cublas_workspace_bytes: int = CUBLAS_WORKSPACE
+    cuda_context_bytes: int = CUDA_CONTEXT
+    empties_cache: bool = False
+
+
+DEFAULTS = Settings()
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as it is trained: what its parameters take, and which are trained."""
+
+    architecture: Architecture
+    workload: TrainingWorkload
+    settings: Settings
+
+    @property
+    def weight_width(self) -> int:
+        """Bytes of a parameter that is not quantized."""
+        if self.workload.quantized:
+            wide = self.prepares_kbit and not self.settings.casts_head_back
+            return FLOAT32 if wide else 2
+        return self.settings.weight_width or self.workload.dtype_bytes
+
+    @property
+    def prepares_kbit(self) -> bool:
+        return self.settings.prepare_kbit and self.workload.quantized in COPIED
+
+    @property
+    def mixes_precision(self) -> bool:
+        """Float32 shards that are gathered and computed in 16 bits (FSDP's MixedPrecision)."""
+        return self.workload.sharding.zero_stage == 3 and self.weight_width == FLOAT32
+
+    @property
+    def trains_all(self) -> bool:
+        return self.workload.method == "full"
+
+
+def weights_bytes(model: Model) -> int:
+    """All parameters as they lie on the device."""
+    architecture, workload = model.architecture, model.workload
+    if not workload.quantized:
+        return architecture.num_parameters * model.weight_width
+    scheme = schemes.scheme_named(workload.quantized)
+    scheme = replace(scheme, rest_bytes=model.weight_width)
+    return schemes.weight_bytes(architecture, scheme, experts=model.settings.quantizes_experts)
+
+
+def trained_parameters(model: Model) -> list[Parameter]:
+    """The parameters that full fine-tuning trains."""
+    if model.workload.num_layers is None:
+        return list(parameters(model.architecture))
+    return [
+        p for layer in trained_layers(model.architecture, model.workload) for p in layer.parameters
+    ]
+
+
+def trained_elements(model: Model) -> int:
+    """Elements of everything that gets a gradient."""
+    if model.trains_all:
+        return sum(p.size for p in trained_parameters(model))
+    return sum(a.size for a in adapters(model.architecture, model.workload))
+
+
+def optimizer_states(model: Model) -> States:
+    """States of all trained arrays."""
+    workload = model.workload
+    total = States(0)
+    if model.trains_all:
+        for parameter in trained_parameters(model):
+            total += torch_states(workload.optimizer, parameter.shape, model.weight_width)
+        return total
+    width = model.settings.adapter_width
+    for adapter in adapters(model.architecture, workload):
+        for shape in ((adapter.rank, adapter.columns), (adapter.rows, adapter.rank)):
+            for _ in range(adapter.count):
+                total += torch_states(workload.optimizer, shape, width)
+        if adapter.magnitude:
+            total += torch_states(workload.optimizer, (adapter.rows,), width)
+    return total
+
+
+def layer_settings(model: Model) -> LayerSettings:
+    """How the layers run."""
+    settings, workload = model.settings, model.workload
+    copies = workload.quantized in COPIED
+    compute = workload.dtype_bytes
+    full, targets = model.trains_all, _roles(model)
+
+    def linear(name: str) -> Linear:
+        adapted = not full and (name in targets)
+        return Linear(
+            rank=workload.rank if adapted else 0,
+            dora=workload.method == "dora",
+            trained=full,
+            temporary_width=compute if copies else 0,
+            clones=bool(workload.quantized),
+            fused=settings.fused_adapters,
+        )
+
+    return LayerSettings(
+        linear=linear,
+        compute_width=compute,
+        adapter_width=settings.adapter_width,
+        autocast=settings.autocast,
+        kernel=_kernel(model),
+        fused_norms=settings.fused_kernels,
+        norms_trained=full,
+        gradient_width=_gradient_width(model),
+        repeats_kv=settings.repeats_kv,
+        query_norms=any(
+            p.name.endswith("q_norm") for p in model.architecture.layers[-1].parameters
+        ),
+        dropout=settings.dropout,
+    )
+
+
+def _gradient_width(model: Model) -> int:
+    if not model.trains_all:
+        return model.settings.adapter_width
+    return model.workload.dtype_bytes if model.mixes_precision else model.weight_width
+
+
+def _roles(model: Model) -> frozenset[str]:
+    """Roles of a layer whose matrices get an adapter."""
+    targets = model.workload.targets
+    if not targets:
+        return frozenset(ROLES) | {"kv_a_proj_with_mqa", "kv_b_proj", "in_proj", "in_proj_z"}
+    return frozenset(
+        role
+        for role, names in ROLES.items()
+        if any(is_target(Parameter(name, (1, 1), "matrix"), targets) for name in names)
+    )
+
+
+def step_settings(model: Model) -> StepSettings:
+    """How a step runs."""
+    settings, workload = model.settings, model.workload
+    full = model.trains_all
+    spread = workload.sharding
+    sharded = spread.zero_stage >= 2
+    return StepSettings(
+        stream_width=_stream_width(model),
+        head_width=model.weight_width if _is_float32_head(model) else workload.dtype_bytes,
+        checkpoint_every=workload.grad_checkpoint,
+        reentrant=settings.reentrant,
+        inputs_need_gradients=settings.inputs_need_gradients or bool(workload.grad_checkpoint),
+        keeps_inputs=settings.fsdp_hooks and spread.zero_stage == 3 and not full,
+        head_trained=full and workload.num_layers is None,
+        embedding_trained=full and workload.num_layers is None,
+        gradient_shards=(spread.shards if sharded else 1) * spread.tensor,
+        drops_gradients=settings.optimizer_in_backward,
+        selective=settings.selective,
+        offloads_inputs=settings.offloads_inputs,
+        copies=_copies(model),
+    )
+
+
+def _copies(model: Model) -> Copies:
+    """The loss: the program's own, one kernel that writes over the logits, or slices of tokens."""
+    asked, architecture = model.workload.loss, model.architecture
+    if asked == "fused":
+        return replace(model.settings.copies, in_place=True)
+    if asked == "sliced":
+        return Copies(slices=ceil(architecture.vocab_size / architecture.hidden_size))
+    return model.settings.copies
+
+
+def _kernel(model: Model) -> AttentionKernel:
+    asked = model.workload.attention
+    if asked is None:
+        return model.settings.kernel
+    return "flash" if asked == "fused" else "eager"
+
+
+def _stream_width(model: Model) -> int:
+    """The residual stream: that of the embeddings."""
+    if model.prepares_kbit:
+        return FLOAT32
+    return model.workload.dtype_bytes if model.mixes_precision else model.weight_width
+
+
+def _is_float32_head(model: Model) -> bool:
+    """A float32 head computes in float32, unless autocast narrows it."""
+    return model.weight_width == FLOAT32 and not (model.settings.autocast or model.mixes_precision)
+
+
+def step(model: Model) -> StepPeaks:
+    """The step of one micro-batch."""
+    workload = model.workload
+    spread = workload.sharding
+    length = ceil(workload.max_seq_length / (spread.tensor * spread.sequence))
+    batch = Batch(workload.batch_size, length)
+    return step_peaks(model.architecture, batch, layer_settings(model), step_settings(model))
+
+
+def training_terms(
+    architecture: Architecture, workload: TrainingWorkload, settings: Settings = DEFAULTS
+) -> tuple[MemoryTerm, ...]:
+    """Every term of one step on one device, by phase.
+
+    Without ``runtime_context`` and ``buffer_pool`` they are what torch counts as allocated.
+    """
+    model = Model(architecture, workload, settings)
+    spread, found = workload.sharding, step(model)
+    terms = [*_state_terms(model)]
+    gathered = _gathered_bytes(model)
+    if gathered:
+        terms.append(MemoryTerm("weights", gathered, "bound", "units gathered at once", "forward"))
+        terms.append(MemoryTerm("weights", gathered, "bound", "units gathered at once", "backward"))
+    source = "values that autograd and the modelling files keep"
+    terms.append(MemoryTerm("activations", found.forward_bytes, "bound", source, "forward"))
+    terms.append(MemoryTerm("activations", found.backward_bytes, "bound", source, "backward"))
+    terms += _optimizer_terms(model, found.gradient_bytes, spread.shards)
+    return (*terms, *_device_terms(workload, settings, terms))
+
+
+def _device_terms(
+    workload: TrainingWorkload, settings: Settings, terms: Sequence[MemoryTerm]
+) -> list[MemoryTerm]:
+    """What the allocator holds beyond what is allocated, and what the device counts beside it."""
+    if workload.mem_kind == "allocated":
+        return []
+    totals = phase_totals(terms)
+    held = sum(t.size_bytes for t in terms if t.phase == "always")
+    share = 0 if settings.empties_cache else RESERVED_SLACK
+    slack = round((max(totals.values()) - held) * share)
+    found = [MemoryTerm("buffer_pool", slack, "fitted", "scripts/fit_training.py")]
+    if workload.mem_kind == "device":
+        context = settings.cuda_context_bytes
+        source = "vLLM's logs of non-torch memory"
+        found.append(MemoryTerm("runtime_context", context, "fitted", source))
+    return found
+
+
+def _state_terms(model: Model) -> list[MemoryTerm]:
+    workload, settings = model.workload, model.settings
+    spread = workload.sharding
+    parameter_shards = spread.shards if spread.zero_stage == 3 else 1
+    state_shards = spread.shards if spread.zero_stage else 1
+    split = spread.tensor * spread.pipeline
+    terms = []
+    if not spread.offload_parameters:
+        weights = ceil(weights_bytes(model) / parameter_shards / split)
+        source = f"shapes x {workload.quantized or workload.dtype}"
+        terms.append(MemoryTerm("weights", weights, "exact", source))
+    if not model.trains_all and not spread.offload_parameters:
+        size = trained_elements(model) * settings.adapter_width
+        terms.append(
+            MemoryTerm("adapters", ceil(size / parameter_shards / split), "exact", "peft, shapes")
+        )
+    if not spread.offload_optimizer:
+        states = ceil(optimizer_states(model).device_bytes / state_shards / split)
+        source = f"{workload.optimizer}, by shape"
+        terms.append(MemoryTerm("optimizer_states", states, "exact", source))
+    if settings.deepspeed and not spread.offload_optimizer:
+        terms += _deepspeed_terms(model, state_shards * split)
+    if settings.modules_to_save:
+        terms.append(_saved_modules_term(model))
+    terms.append(MemoryTerm("other", settings.cublas_workspace_bytes, "exact", "cuBLAS workspace"))
+    return terms
+
+
+def _saved_modules_term(model: Model) -> MemoryTerm:
+    """Trained copies of embeddings and head, their gradients and states (``modules_to_save``)."""
+    architecture = model.architecture
+    elements = sum(p.size for p in architecture.parameters if len(p.shape) == 2)
+    if architecture.tie_word_embeddings:
+        elements *= 2  # a copy of each
+    size = 4 * elements * model.workload.dtype_bytes
+    return MemoryTerm("adapters", size, "exact", "peft, modules_to_save, with states")
+
+
+def _deepspeed_terms(model: Model, shards: int) -> list[MemoryTerm]:
+    """Float32 copies of what is trained and the rest of their states, and the two buckets.
+
+    DeepSpeed 0.16, ``runtime/bf16_optimizer.py``, ``zero/stage_1_and_2.py``; buckets of 5e8
+    elements each (``zero/config.py``, ``reduce_bucket_size``, ``allgather_bucket_size``).
+    """
+    elements = trained_elements(model)
+    width = model.weight_width if model.trains_all else model.settings.adapter_width
+    states = 2 * (FLOAT32 - width)  # AdamW's are float32 too
+    master = ceil(elements * (FLOAT32 + states) / shards)
+    bucket = min(DEEPSPEED_BUCKET, elements) * model.workload.dtype_bytes
+    return [
+        MemoryTerm("master_weights", master, "exact", "float32 copies of trained weights"),
+        MemoryTerm("other", 2 * bucket, "bound", "reduce and all-gather buckets"),
+    ]
+
+
+def _gathered_bytes(model: Model) -> int:
+    """FSDP's root unit, which stays whole, and one layer."""
+    spread, architecture = model.workload.sharding, model.architecture
+    if spread.zero_stage != 3:
+        return 0
+    width = model.workload.dtype_bytes
+    outside = sum(p.size for p in architecture.parameters) * width
+    sizes = [sum(p.size for p in layer.parameters) for layer in architecture.layers]
+    if spread.pipeline > 1:  # a stage stays whole between its micro-batches, its gradients too
+        return ceil(sum(sizes) * (width + FLOAT32) / spread.tensor / spread.pipeline)
+    scheme = schemes.scheme_named(model.workload.quantized or "bf16")
+    layer = max(sizes) * (scheme.bits if model.workload.quantized else 8 * width) // 8
+    return ceil((outside + layer) / spread.tensor)
+
+
+def _optimizer_terms(model: Model, gradients: int, shards: int) -> list[MemoryTerm]:
+    spread, settings = model.workload.sharding, model.settings
+    if spread.offload_optimizer or settings.optimizer_in_backward:
+        return []
+    split = spread.tensor * spread.pipeline
+    parts = (spread.shards if spread.zero_stage else 1) * split
+    elements = trained_elements(model)
+    width = model.weight_width if model.trains_all else settings.adapter_width
+    held = ceil(elements * width / (parts if spread.zero_stage >= 2 else split))
+    if settings.deepspeed:  # gradients of the float32 copies beside those of the weights
+        held += ceil(elements * FLOAT32 / parts)
+    temporary = ceil(step_temporary_bytes(elements, width, foreach=settings.foreach) / parts)
+    return [
+        MemoryTerm("gradients", held, "exact", "one for each trained element", "optimizer"),
+        MemoryTerm("activations", temporary, "bound", "AdamW, foreach", "optimizer"),
+    ]

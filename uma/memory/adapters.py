@@ -1,0 +1,115 @@
+"""Adapters: which matrices get one, and the arrays that it is made of."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+from uma.architecture.layers import Architecture, Layer, Parameter
+from uma.errors import UsageError
+from uma.workload import TrainingWorkload
+
+# Stacks of heads that mlx-lm multiplies by a module of its own (models/mla.py, MultiLinear), which
+# its linear_to_lora_layers does not know.
+NOT_LINEAR = (".embed_q", ".unembed_out")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The factors of one matrix, and DoRA's magnitude of each of its rows.
+
+    ``count`` is the number of experts, 1 elsewhere.
+    """
+
+    parameter: Parameter
+    rank: int
+    magnitude: bool = False
+
+    @property
+    def count(self) -> int:
+        return self.parameter.shape[0] if len(self.parameter.shape) == 3 else 1
+
+    @property
+    def rows(self) -> int:
+        return self.parameter.shape[-2]
+
+    @property
+    def columns(self) -> int:
+        return self.parameter.shape[-1]
+
+    @property
+    def size(self) -> int:
+        """Elements: ``count * rank * (rows + columns)``, and ``rows`` of magnitudes."""
+        magnitudes = self.rows if self.magnitude else 0
+        return self.count * (self.rank * (self.rows + self.columns) + magnitudes)
+
+
+def trained_layers(architecture: Architecture, workload: TrainingWorkload) -> tuple[Layer, ...]:
+    """The last ``num_layers`` layers.
+
+    Raises:
+        UsageError: If the model has fewer.
+    """
+    layers = architecture.layers
+    if workload.num_layers is None:
+        return layers
+    if workload.num_layers > len(layers):
+        raise UsageError(
+            f"--num-layers {workload.num_layers}: the model has {len(layers)} layers; leave it "
+            "out, or give -1, to train all of them"
+        )
+    return layers[-workload.num_layers :]
+
+
+def is_adaptable(parameter: Parameter) -> bool:
+    """Whether it is the weight of a linear layer, a stack of experts, or an embedding."""
+    if parameter.name.endswith(NOT_LINEAR):
+        return False
+    return parameter.kind in ("matrix", "embedding")
+
+
+def is_target(parameter: Parameter, targets: tuple[str, ...]) -> bool:
+    """Whether ``targets``, last parts of names or patterns, name it; empty names all."""
+    last = parameter.name.rsplit(".", 1)[-1]
+    return not targets or any(
+        fnmatch(last, target) or fnmatch(parameter.name, f"*{target}") for target in targets
+    )
+
+
+def adapters(architecture: Architecture, workload: TrainingWorkload) -> Iterator[Adapter]:
+    """The adapters of every trained layer, in the layers' order.
+
+    Raises:
+        UsageError: If no matrix of the trained layers is named by ``targets``, or DoRA is asked
+            for a stack of experts.
+    """
+    found = [
+        adapter
+        for layer in trained_layers(architecture, workload)
+        for adapter in layer_adapters(layer, workload)
+    ]
+    if not found and workload.method != "full":
+        names = {p.name.rsplit(".", 1)[-1] for p in architecture.layers[-1].parameters}
+        raise UsageError(
+            f"no matrix is named {', '.join(workload.targets)}; this model has "
+            f"{', '.join(sorted(names))}"
+        )
+    yield from found
+
+
+def layer_adapters(layer: Layer, workload: TrainingWorkload) -> Iterator[Adapter]:
+    """The adapters of one layer; none for full fine-tuning."""
+    if workload.method == "full":
+        return
+    for parameter in layer.parameters:
+        if is_adaptable(parameter) and is_target(parameter, workload.targets):
+            if workload.method == "dora" and len(parameter.shape) == 3:
+                raise UsageError(
+                    f"DoRA has no form for the stacked experts of {parameter.name}; train LoRA, "
+                    "or name other targets"
+                )
+            yield Adapter(parameter, workload.rank, workload.method == "dora")
+
+
+def adapter_elements(architecture: Architecture, workload: TrainingWorkload) -> int:
+    """Trained elements of all adapters."""
+    return sum(adapter.size for adapter in adapters(architecture, workload))

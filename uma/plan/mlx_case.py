@@ -1,0 +1,212 @@
+"""A model as it is asked for under MLX: the plan that ``uma run`` would make, as an estimate."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from uma.architecture import architecture_from_config
+from uma.architecture.layers import Architecture
+from uma.checkpoint.source import ModelSource, locate
+from uma.errors import UmaError, UnsupportedModel, UsageError
+from uma.frozen import dataclass
+from uma.machine import Budget, Machine, budget_of
+from uma.plan.estimate import Change, Estimate, bits_per_weight
+from uma.plan.forms import asked_format, forms_of
+from uma.plan.inference import (
+    NOTHING_BESIDE,
+    Beside,
+    Case,
+    InferencePlan,
+    Request,
+    plan_cases,
+    smallest_step,
+    wanted,
+)
+from uma.quantization import quantization_of_config
+from uma.workload import Engine, Inference
+
+WIDTHS = (16, 8, 6, 5, 4, 3, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class MlxCase:
+    """``cases`` are the forms to try, the preferred first, with what is known of their needs."""
+
+    source: ModelSource
+    cases: tuple[Case, ...]
+    request: Request
+    machine: Machine
+    engine: Engine = "mlx"
+
+    @property
+    def model(self) -> str | None:
+        return self.source.name
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.cases[-1].architecture
+
+    @property
+    def budget(self) -> Budget:
+        return budget_of(
+            self.machine,
+            user_budget_bytes=self.request.budget_bytes,
+            reserve_bytes=self.request.reserve_bytes,
+        )
+
+    @property
+    def workload(self) -> Inference:
+        return wanted(self.architecture, self.request)
+
+    @property
+    def bits(self) -> int:
+        held = self.cases[-1].form.quantization
+        stored = quantization_of_config(self.source.config or {})
+        if held is not None:
+            return held.bits
+        return 16 if stored is None else stored.default.bits
+
+    @property
+    def format(self) -> str:
+        return format_name(self.bits, self.architecture.dtype)
+
+    @property
+    def widths(self) -> Sequence[int]:
+        return WIDTHS
+
+    def on(self, machine: Machine) -> "MlxCase":
+        """The same on another machine of the same backend: what is known of its needs is kept."""
+        return replace(self, machine=machine)
+
+    def plan(self) -> InferencePlan:
+        return plan_cases(self.cases, self.request, self.machine)
+
+    def estimate(self) -> Estimate:
+        plan = self.plan()
+        workload = plan.workload
+        cache = plan.architecture.dtype if plan.form.activation_bytes == 2 else "float32"
+        if workload.kv_bits is not None:
+            cache = f"{workload.kv_bits}-bit, groups of {workload.kv_group_size}"
+        return Estimate(
+            architecture=plan.architecture,
+            machine=plan.machine,
+            engine="mlx",
+            format="fp32" if plan.form.kind == "float32" else self.format,
+            workload=workload,
+            budget=plan.budget,
+            ledger=plan.ledger,
+            bits_per_weight=bits_per_weight(plan.form.weights, plan.architecture),
+            cache_type=cache,
+            settings=(f"--prefill-step-size {workload.prefill_step_size}",),
+            stored=plan.form.name,
+            largest_buffer_bytes=plan.largest_buffer_bytes,
+            notes=(*plan.notes, *plan.architecture.notes, *_left_out(plan)),
+        )
+
+    def excess_bytes(self, workload: Inference, limit_bytes: int) -> int:
+        """With the smallest prefill step, to which the plan may go: no step needs less."""
+        case, most = self.cases[-1], self.machine.max_buffer_bytes
+        smallest = replace(workload, prefill_step_size=smallest_step(workload.prefill_step_size))
+        excess = case.peak_bytes(smallest) + self.machine.overhead_bytes - limit_bytes
+        if most is None or excess > 0:
+            return excess
+        return max(excess, case.largest_buffer_bytes(smallest) - most)
+
+    def changed(self, change: Change) -> "MlxCase | None":
+        workload = self.workload
+        request = replace(
+            self.request,
+            context_tokens=change.context_tokens or workload.context_tokens,
+            batch_size=change.batch_size or workload.batch_size,
+            kv_bits=8 if change.eight_bit_cache else workload.kv_bits,
+        )
+        if change.bits is None or change.bits == self.bits:
+            return replace(self, request=request)
+        source = self.source
+        if source.kind in ("gguf", "default"):
+            return None  # converted as it is read: which bits it can have is decided there
+        try:
+            if source.kind == "catalog":  # perhaps another repository holds these bits
+                source = locate(source.name, bits=change.bits)
+            return mlx_case(
+                source,
+                self.machine,
+                request,
+                asked={"bits": change.bits},
+                architecture=self.architecture,
+                beside=self.cases[-1].beside,
+            )
+        except UsageError:
+            return None
+
+    def options(self, change: Change) -> tuple[str, ...]:
+        found: list[str] = []
+        if change.bits is not None:
+            found += ["--bits", str(change.bits)]
+        if change.eight_bit_cache:
+            found += ["--kv-bits", "8"]
+        if change.context_tokens is not None:
+            found += ["--context", str(change.context_tokens)]
+        if change.batch_size is not None:
+            found += ["--batch-size", str(change.batch_size)]
+        return tuple(found)
+
+    def of_model(self, name: str) -> "MlxCase | None":
+        try:
+            source = locate(name, bits=self.bits)
+            request = replace(self.request, context_tokens=self.workload.context_tokens)
+            return mlx_case(source, self.machine, request, beside=self.cases[-1].beside)
+        except UmaError:
+            return None
+
+
+def mlx_case(
+    source: ModelSource,
+    machine: Machine,
+    request: Request,
+    *,
+    asked: dict[str, Any] | None = None,
+    architecture: Architecture | None = None,
+    beside: Beside = NOTHING_BESIDE,
+) -> MlxCase:
+    """A source whose config is known, in the format ``asked``, else in that of its name.
+
+    Raises:
+        UnsupportedModel: If its configuration or architecture is not known.
+        UsageError: If the asked bits cannot be had from the stored weights.
+    """
+    if source.config is None:
+        raise UnsupportedModel(f"{source.name}: its configuration is not known")
+    architecture = architecture or architecture_from_config(source.config)
+    if asked is None:
+        asked = asked_format(source)
+    forms = forms_of(source, architecture, backend=machine.backend, **asked)
+    cases = tuple(Case(architecture, form, machine.backend, beside) for form in forms)
+    return MlxCase(source, cases, request, machine)
+
+
+def _left_out(plan: InferencePlan) -> tuple[str, ...]:
+    """What no term counts, and where macOS says why it ended a run all the same."""
+    measured = bool(plan.machine.overhead)
+    if plan.machine.backend != "metal":
+        return () if measured else ("the process itself is not counted",)
+    notes = []
+    if not measured:
+        notes.append(
+            "the process and Metal's own context are not counted: the reserve has room for them"
+        )
+    if plan.verdict in ("tight", "exceeds"):
+        notes.append(
+            "if macOS ends it, this says why: log show --last 10m --predicate "
+            "'eventMessage CONTAINS \"IOGPU\"'"
+        )
+    return tuple(notes)
+
+
+def format_name(bits: int, dtype: str) -> str:
+    """A width in mlx-lm's words.
+
+    >>> format_name(4, "bfloat16"), format_name(16, "bfloat16"), format_name(16, "float32")
+    ('4bit', 'bf16', 'fp32')
+    """
+    return f"{bits}bit" if bits < 16 else {"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "fp32")
