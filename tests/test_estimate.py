@@ -17,6 +17,7 @@ from uma.checkpoint.gguf import read_header
 from uma.checkpoint.source import locate
 from uma.cli import main
 from uma.errors import UnknownName, UsageError
+from uma.ledger import peak
 from uma.machine import Machine, budget_of
 from uma.machine.named import machine_named
 from uma.plan.engine_case import EngineCase, engine_case, rules_of
@@ -162,14 +163,13 @@ def test_more_context_never_needs_less(model: str, engine: Any, first: int, seco
     assert shorter <= longer * (1.03 if engine == "mlx" else 1)
 
 
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_twice_the_context_never_needs_less(model: str, engine: Any) -> None:
-    case = asked(model, engine)
-    needs = [
-        case.excess_bytes(replace(case.workload, context_tokens=256 << doubled), 0)
-        for doubled in range(9)
-    ]
+@pytest.mark.parametrize("model", [*MODELS, "Qwen/Qwen2.5-3B-Instruct", "google/gemma-2b-it"])
+def test_another_512_tokens_of_context_never_need_less(model: str, engine: Any) -> None:
+    """Qwen2.5 3B: Metal's buffers hold more in a chunk of 1,023 tokens than in one of 2,047."""
+    contexts = [*range(512, 5120, 512), 8192, 16_384, 32_768, 65_536]
+    found = (asked(model, engine, tokens).estimate().ledger.terms for tokens in contexts)
+    needs = [peak(t for t in terms if t.name != "buffer_pool")[1] for terms in found]
     assert needs == sorted(needs)
 
 

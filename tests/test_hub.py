@@ -94,7 +94,9 @@ def test_the_cache_is_where_huggingface_hub_keeps_it(home):
     from huggingface_hub import constants
 
     home_of_theirs = constants.HF_HOME
-    assert str(hub_cache.cache_folder()) == constants.HF_HUB_CACHE.replace(home_of_theirs, str(home))
+    assert str(hub_cache.cache_folder()) == constants.HF_HUB_CACHE.replace(
+        home_of_theirs, str(home)
+    )
 
 
 def test_headers_are_read_from_ranges_without_the_weights(server, remote):

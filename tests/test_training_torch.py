@@ -17,7 +17,7 @@ from uma.catalog import model_config
 from uma.checkpoint.free_names import find_free
 from uma.engines.torch_training import Settings, training_terms
 from uma.ledger import peak
-from uma.memory.loss import TRANSFORMERS, TRANSFORMERS_45, TRANSFORMERS_46, Copies
+from uma.memory.loss import TRANSFORMERS, TRANSFORMERS_46, Copies
 from uma.workload import Sharding, TrainingWorkload
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -15,7 +15,7 @@ from uma.workload import TrainingWorkload
 
 from . import training
 from .rows import INCOMPLETE, MACHINE, Row, Skipped, decimal
-from .speed import _device
+from .speed_devices import device_named
 from .summary import source_of
 
 # Rates of one device, by the words of the row; others are of all devices.
@@ -129,7 +129,7 @@ def _processor(told: str) -> Processor:
     name = re.sub(r"\s*\d+ ?GB.*", "", plain).replace("Apple  ", "Apple ")
     if not name:
         raise Skipped(MACHINE)
-    return _device(name, "", memory[1] if memory else "", None)
+    return device_named(name, "", memory[1] if memory else "", None)
 
 
 def _trained(architecture: Architecture, workload: TrainingWorkload) -> float:

@@ -7,12 +7,16 @@ from functools import cache
 
 from uma.architecture import architecture_from_config
 from uma.architecture.layers import Architecture
+from uma.engines import mlx_training
 from uma.engines.torch_training import Settings, training_terms
 from uma.errors import UsageError
-from uma.ledger import phase_totals
+from uma.ledger import peak
 from uma.memory.loss import TRANSFORMERS, TRANSFORMERS_45, TRANSFORMERS_46, Copies
+from uma.memory.term import MemoryTerm
+from uma.memory.weights import weight_bytes
+from uma.quantization import Quantization
 from uma.units import GB
-from uma.workload import Sharding, TrainingWorkload
+from uma.workload import DEFAULT_NUM_LAYERS, DEFAULT_RANK, Sharding, TrainingWorkload
 
 from .rows import (
     ENGINE,
@@ -22,6 +26,7 @@ from .rows import (
     METRIC,
     MODEL,
     MOST_BYTES,
+    NOT_TOLD,
     UNTRUSTWORTHY,
     Row,
     Skipped,
@@ -41,16 +46,19 @@ CHUNKED = Copies(chunks=8)
 
 # Notes with which the collectors took a number back, and tasks with more than one model.
 DOUBTS = re.compile(r"equals a card size|treat as suspect|does not explain")
+# Lengths that are only caps on data whose lengths the row does not tell.
+CAPS = re.compile(r"^max_length$|^max$|^max \(variable\)|^max; peak|README states|^approx|^about")
 OTHER_TASKS = re.compile(r"\b(ppo|dpo|orpo|grpo|rlhf)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a row asks."""
+    """What a row asks; ``weights`` are those of MLX, whose engine it is then."""
 
     architecture: Architecture
     workload: TrainingWorkload
     settings: Settings
+    weights: MemoryTerm | None = None
 
 
 def score(rows: Iterable[Row]) -> dict[str, Group]:
@@ -138,7 +146,7 @@ def _architecture(name: str) -> Architecture:
 
 def _shape(row: Row) -> tuple[int, int]:
     batch, length = number(row["micro_batch"]), number(row["seq_len"])
-    if not batch or not length:
+    if not batch or not length or CAPS.search(row["seq_len_kind"]):
         raise Skipped(INCOMPLETE)
     return batch, length
 
@@ -155,7 +163,7 @@ LITGPT_NAMES = {
 
 def _targets(row: Row) -> tuple[str, ...]:
     text = row["lora_targets"].split(";")[0]
-    if re.search(r"\ball\b", text, re.IGNORECASE):
+    if text.strip().lower() in NOT_TOLD or re.search(r"\ball\b", text, re.IGNORECASE):
         return ()
     names = re.findall(r"[a-z_]+[a-z0-9_]*", text)
     return tuple(found for name in names for found in LITGPT_NAMES.get(name, (name,)))
@@ -514,7 +522,31 @@ def _trainer_targets(row: Row) -> tuple[str, ...]:
     return _targets(row) if row["lora_targets"] else ("q_proj", "v_proj")
 
 
+def _mlx(row: Row, architecture: Architecture) -> Case:
+    """``mlx_lm.lora`` with its defaults where the row does not say otherwise."""
+    batch, length = _shape(row)
+    method = row["method"].split("(")[0].strip()
+    if method not in ("lora", "qlora", "dora", "full"):
+        raise Skipped(FORMAT)
+    layers = number(row["lora_layers"]) or min(DEFAULT_NUM_LAYERS, len(architecture.layers))
+    bits = re.search(r"([2-8])-?bit", row["quant"] + row["model"])
+    if method == "qlora" and bits is None:
+        raise Skipped(INCOMPLETE)
+    workload = TrainingWorkload(
+        method="lora" if method == "qlora" else method,  # type: ignore[arg-type]
+        rank=number(row["rank"]) or DEFAULT_RANK,
+        num_layers=min(layers, len(architecture.layers)),
+        batch_size=batch,
+        max_seq_length=length,
+        grad_checkpoint=1 if row["grad_ckpt"] == "True" else 0,
+        quantized=bits[0] if bits and method == "qlora" else "",
+    )
+    form = Quantization(int(bits[1]), 64) if workload.quantized and bits else None
+    return Case(architecture, workload, Settings(), weight_bytes(architecture, form))
+
+
 READERS: tuple[tuple[str, Callable[[Row, Architecture], Case]], ...] = (
+    (r"^mlx_lm", _mlx),
     (r"fms-acceleration", _fms),
     (r"fitcheck", _fitcheck),
     (r"fsdp_qlora", _fsdp_qlora),
@@ -534,6 +566,7 @@ KINDS = {
     "torch_reserved+context": "device",
     "device_used": "device",
     "unknown": "device",
+    "mlx_peak": "allocated",
 }
 
 
@@ -552,7 +585,10 @@ def kind_of(row: Row) -> str:
 
 def predicted_bytes(row: Row, case: Case) -> int:
     """The predicted peak of one device, or of all where the row counts them together."""
+    if case.weights is not None:
+        terms = mlx_training.training_terms(case.architecture, case.weights, case.workload)
+        return peak(terms)[1]
     terms = training_terms(case.architecture, case.workload, case.settings)
     together = row["mem_scope"].startswith(("total", "process (all"))
     devices = number(row["n_gpus"]) if together else 1
-    return max(phase_totals(terms).values()) * max(1, devices)
+    return peak(terms)[1] * max(1, devices)

@@ -5,8 +5,9 @@ Each is checked by its published number of parameters when it is looked up.
 
 from typing import Any
 
-# Model cards: ibm/PowerLM-3b (3.51 B, tied), bigcode/gpt_bigcode-santacoder (1.12 B, tied;
-# the defaults of fms-extras' PagedGPTBigCodeConfig name its shapes).
+# stablelm-base-alpha-3b as litgpt's config.py has it; Baichuan2-7B has the shapes of Llama 2 with a
+# vocabulary of 125,696; ibm/PowerLM-3b (3.51 B, tied) and bigcode/gpt_bigcode-santacoder (1.12 B,
+# tied; the defaults of fms-extras' PagedGPTBigCodeConfig name its shapes) by their model cards.
 SHAPES: dict[str, tuple[float, dict[str, Any]]] = {
     "ibm/PowerLM-3b": (
         3.513e9,
@@ -35,6 +36,36 @@ SHAPES: dict[str, tuple[float, dict[str, Any]]] = {
             "layer_norm_epsilon": 1e-05,
             "multi_query": True,
             "tie_word_embeddings": True,
+        },
+    ),
+    "stabilityai/stablelm-base-alpha-3b": (
+        3.638e9,
+        {
+            "model_type": "gpt_neox",
+            "hidden_size": 4096,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "intermediate_size": 16384,
+            "vocab_size": 50688,
+            "max_position_embeddings": 4096,
+            "layer_norm_eps": 1e-05,
+            "rotary_emb_base": 10000,
+            "rotary_pct": 0.25,
+        },
+    ),
+    "baichuan-inc/Baichuan2-7B-Chat": (
+        7.506e9,
+        {
+            "model_type": "llama",
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "intermediate_size": 11008,
+            "vocab_size": 125696,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
         },
     ),
 }

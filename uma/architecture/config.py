@@ -67,6 +67,10 @@ class Config:
         self.filled[key] = value
         return value
 
+    def stored(self, key: str) -> Any:
+        """The key as it stands in the file; ``None`` where a default would stand in for it."""
+        return self._values.get(key)
+
     def around(self, key: str) -> Any:
         """The key of the config that this one is nested in; ``None`` if it has none."""
         return self._outer.get(key)

@@ -194,7 +194,7 @@ def decoder(
         module=None,
         hidden_size=hidden_size,
         vocab_size=vocab_size,
-        max_position_embeddings=config.get("max_position_embeddings"),
+        max_position_embeddings=config.stored("max_position_embeddings"),
         tie_word_embeddings=tied,
         layers=tuple(layers),
         parameters=under(prefix, embed, final) + lm_head + extra,

@@ -19,6 +19,7 @@ from uma.memory.kv_cache import LayerCache, Slots, TokenCache, cache_bytes, stat
 from uma.memory.metal_activations import STEADY_LAYERS, LayerTape, layer_tape, run_ahead
 from uma.workload import Backend, Inference
 
+LONG_STEP = 512  # the chunks of shorter ones hold too little to tell apart
 STEPS_IN_FLIGHT = 2  # generate_step runs one token ahead of the one it yields
 
 
@@ -141,6 +142,21 @@ def chunks(workload: Inference) -> list[tuple[int, int, int]]:
     return [(i, min(step, tokens - i * step), i * step) for i in indices]
 
 
+def shorter_ends(workload: Inference) -> list[tuple[int, int, int]]:
+    """Last chunks of prompts that fill the context less, by quarters of a long step.
+
+    On Metal operations share command buffers by their arrays' sizes, so that a shorter chunk may
+    need more than a longer one: where the prompt is not given, it may be such a one.
+    """
+    step = workload.prefill_step_size
+    if workload.prompt_tokens is not None or step < LONG_STEP:
+        return []
+    parts = [quarter * step // 4 - 1 for quarter in (1, 2, 3, 4)]
+    found = chunks(workload)
+    ends = dict.fromkeys((*found[:1], *found[-2:]))
+    return [(i, part, cached) for i, tokens, cached in ends for part in parts if part < tokens]
+
+
 def prefill(generation: Generation) -> Moment:
     """The most that a chunk of the prompt needs.
 
@@ -155,7 +171,10 @@ def prefill(generation: Generation) -> Moment:
     }
     moments = [
         _chunk(generation, traces, index, generation.call(tokens, cached))
-        for index, tokens, cached in chunks(workload)
+        for index, tokens, cached in (
+            *chunks(workload),
+            *(shorter_ends(workload) if generation.backend == "metal" else ()),
+        )
     ]
     most = max(moments, key=lambda moment: moment.total)
     cache = max(moment.cache_bytes for moment in moments)

@@ -67,9 +67,18 @@ class Step:
                 outputs=max(1, len(wanted)),
             )
             numbers = iter(range(made, made + len(wanted)))
-            return [next(numbers) if i in wanted else None for i in inputs]
+            return [
+                self._reduced(next(numbers), graph.size(i)) if i in wanted else None for i in inputs
+            ]
 
         return graph.record(inputs, out, vjp)
+
+    def _reduced(self, x: int, elements: int) -> int:
+        """The sum over what was broadcast."""
+        graph = self.graph
+        if graph.size(x) == elements:
+            return x
+        return graph.run("Reduce", (x,), elements, graph.width(x))
 
     def add(self, x: int, y: int) -> int:
         graph = self.graph

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from uma.architecture.layers import Architecture, Layer
 from uma.engines.torch_layers import Batch, decoder_layer
 from uma.engines.torch_ops import LayerSettings, Program
+from uma.errors import UsageError
 from uma.memory.autograd import Buffer, Graph, Memory, Tensor
 from uma.memory.loss import TRANSFORMERS, Copies, LossRun
-
 
 SIMULATED = 4  # layers that are laid out of many equal ones
 
@@ -95,7 +95,8 @@ class Step:
         del saved
         if settings.head_trained:
             self.run.gradient(hidden * self.architecture.vocab_size)
-        assert node is not None
+        if node is None:
+            raise UsageError("none of the targets is a matrix whose adapter we know how to train")
         self.run.graph.backward(node, grad)
         del grad, node
         if settings.embedding_trained:

@@ -14,10 +14,10 @@ from uma.engines.torch_layers import Batch
 from uma.engines.torch_ops import FLOAT32, AttentionKernel, LayerSettings, Linear
 from uma.engines.torch_step import StepPeaks, StepSettings, step_peaks
 from uma.engines.transformers import CUBLAS_WORKSPACE, CUDA_CONTEXT
+from uma.ledger import phase_totals
 from uma.memory.adapters import adapters, is_target, trained_layers
 from uma.memory.loss import TRANSFORMERS, Copies
 from uma.memory.optimizer_states import States, step_temporary_bytes, torch_states
-from uma.ledger import phase_totals
 from uma.memory.term import MemoryTerm
 from uma.workload import TrainingWorkload
 
@@ -40,6 +40,7 @@ ROLES = {
     "up_proj": ("up_proj", "gate_up_proj", "w2", "c_fc", "mlp"),
     "down_proj": ("down_proj", "c_proj", "w3", "mlp"),
 }
+OTHER_ROLES = frozenset({"kv_a_proj_with_mqa", "kv_b_proj", "in_proj", "in_proj_z"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,14 @@ class Settings:
 
     ``prepare_kbit`` is PEFT's ``prepare_model_for_kbit_training``: everything that is not
     quantized in float32; ``casts_head_back`` is TRL's ``peft_module_casting_to_bf16``, which brings
-    embeddings and head back to 16 bits and leaves the norms. ``weight_width`` is 4 where parameters are float32 and computed in 16 bits
-    under autocast. ``adapter_width`` is 4 unless a stack makes adapters in 16 bits (torchtune,
-    litgpt). ``fused_kernels`` are Unsloth's. ``foreach`` is torch's default variant of AdamW on
-    CUDA. ``quantizes_experts`` holds before transformers 5. ``repeats_kv`` see ``LayerSettings``.
+    embeddings and head back to 16 bits and leaves the norms. ``weight_width`` is 4 where parameters
+    are float32 and computed in 16 bits. ``adapter_width`` is 4 unless a stack makes adapters in 16
+    bits (torchtune, litgpt). ``fused_kernels`` are Unsloth's for norms and rotary embeddings,
+    ``fused_adapters`` those for adapters. ``foreach`` is torch's default variant of AdamW on CUDA.
+    ``quantizes_experts`` holds before transformers 5. ``fsdp_hooks`` is FSDP 1, see
+    ``StepSettings.keeps_inputs``. ``deepspeed`` keeps float32 copies, gradients in both widths and
+    two buckets. ``offloads_inputs`` is Unsloth's checkpointing, ``modules_to_save`` are trained
+    copies of embeddings and head, ``empties_cache`` a program that calls ``empty_cache``.
     """
 
     autocast: bool = True
@@ -202,10 +207,10 @@ def _roles(model: Model) -> frozenset[str]:
     """Roles of a layer whose matrices get an adapter."""
     targets = model.workload.targets
     if not targets:
-        return frozenset(ROLES) | {"kv_a_proj_with_mqa", "kv_b_proj", "in_proj", "in_proj_z"}
+        return frozenset(ROLES) | OTHER_ROLES
     return frozenset(
         role
-        for role, names in ROLES.items()
+        for role, names in [*ROLES.items(), *((name, (name,)) for name in OTHER_ROLES)]
         if any(is_target(Parameter(name, (1, 1), "matrix"), targets) for name in names)
     )
 

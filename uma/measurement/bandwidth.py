@@ -26,10 +26,9 @@ CACHES = 4  # each array at least so many times the last-level cache: STREAM's o
 SCALAR = 0.4
 # Apple prints rounded figures: 200 for 6,400 MT/s x 32 bytes = 204.8 GB/s, and so on.
 ROUNDING = 1.024
-# Of a block that NumPy passes twice; small ones stay in a nearer cache, large ones ask less often
-# for Python's lock. On 2 cores of an AMD EPYC (Zen 4) the triad of the largest was 1.3 times that
-# of the smallest.
-BLOCK_BYTES = (256 * KIB, 512 * KIB, 1 * MIB, 2 * MIB)
+# Of a block of the triad, which NumPy passes twice: larger ones leave a core's second-level cache,
+# smaller ones ask more often for Python's lock.
+BLOCK_BYTES = 768 * KIB
 
 CPU_NOTE = (
     "MLX's CPU backend runs each of these kernels on one thread and maps every output anew: they "
@@ -179,8 +178,7 @@ def host_kernels(array_bytes: int, threads: int) -> Iterator[tuple[Kernel, ...]]
 
     NumPy releases Python's lock within a loop. The triad goes block by block, so that its second
     pass finds the first one's results in the cache and memory sees one read of ``b`` and ``c``
-    and one write of ``a``; the size of a block is the fastest of a few. At the end three elements
-    of ``a`` are looked at.
+    and one write of ``a``. At the end three elements of ``a`` are looked at.
 
     Raises:
         RuntimeUnavailable: If NumPy is not installed.
@@ -195,9 +193,9 @@ def host_kernels(array_bytes: int, threads: int) -> Iterator[tuple[Kernel, ...]]
     a, b, c = np.ones(elements), random.random(elements), random.random(elements)
     parts = [slice(elements * i // threads, elements * (i + 1) // threads) for i in range(threads)]
 
-    def triad(block_bytes: int, part: slice) -> None:
-        for start in range(part.start, part.stop, block_bytes // 8):
-            block = slice(start, min(start + block_bytes // 8, part.stop))
+    def triad(part: slice) -> None:
+        for start in range(part.start, part.stop, BLOCK_BYTES // 8):
+            block = slice(start, min(start + BLOCK_BYTES // 8, part.stop))
             np.multiply(c[block], SCALAR, out=a[block])
             np.add(a[block], b[block], out=a[block])
 
@@ -205,6 +203,7 @@ def host_kernels(array_bytes: int, threads: int) -> Iterator[tuple[Kernel, ...]]
         "read": (1, lambda part: b[part].max()),
         "write": (1, lambda part: a[part].fill(SCALAR)),
         "copy": (2, lambda part: np.copyto(a[part], c[part])),
+        "triad": (3, triad),
     }
     with ThreadPoolExecutor(threads) as pool:
 
@@ -213,14 +212,11 @@ def host_kernels(array_bytes: int, threads: int) -> Iterator[tuple[Kernel, ...]]
                 for _ in pool.map(loop, parts):
                     pass
 
-        triads = [Kernel("triad", 0, partial(repeat, partial(triad, n))) for n in BLOCK_BYTES]
-        fastest = min(triads, key=lambda kernel: min(seconds(kernel, 1) for _ in range(3)))
-        made = [
+        yield tuple(
             Kernel(name, arrays * array_bytes, partial(repeat, loop))
             for name, (arrays, loop) in loops.items()
-        ]
-        yield (*made, replace(fastest, size_bytes=3 * array_bytes))
-        fastest.repeat(1)
+        )
+        repeat(triad, 1)
         for i in (0, elements // 2, elements - 1):
             if not math.isclose(a[i], b[i] + SCALAR * c[i]):
                 raise UmaError("the triad computed something else: its time means nothing")

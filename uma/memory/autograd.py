@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from sys import getrefcount
 
-OWN_REFERENCES = 3
-
 
 class Memory:
     """Bytes alive and the most that were, with the name of the moment."""
@@ -141,11 +139,21 @@ class Graph:
             _run(latest, waiting)
 
 
-def _sum(first: Buffer, second: Buffer) -> Buffer:
-    """Two gradients of one value: summed into whichever nothing else refers to.
+def _references(buffer: Buffer) -> int:
+    return getrefcount(buffer)
 
-    Three references are those of the node or list, of the caller and of this function.
-    """
+
+def _own_references() -> int:
+    """References that a buffer has inside a call when its caller alone holds it."""
+    buffer = Memory().buffer(0)
+    return _references(buffer)
+
+
+OWN_REFERENCES = _own_references()  # 3 in Python 3.11; later versions may borrow some
+
+
+def _sum(first: Buffer, second: Buffer) -> Buffer:
+    """Two gradients of one value: summed into whichever nothing else refers to."""
     if getrefcount(first) <= OWN_REFERENCES:
         return first
     if getrefcount(second) <= OWN_REFERENCES:

@@ -106,4 +106,8 @@ class LossRun:
         if self.width < self.copies.width and not copies.compiled:
             grad = self._buffer(self.width)
         self.saved.clear()
-        return self.memory.buffer(input_bytes)
+        return self._input_gradient(grad, input_bytes)
+
+    def _input_gradient(self, logits: Buffer, input_bytes: int) -> Buffer:
+        """The product of the logits' gradient with the head."""
+        return self.memory.buffer(input_bytes if logits else 0)

@@ -198,17 +198,14 @@ def _config(model: ListedModel) -> dict[str, Any]:
 def _formats(model: ListedModel, search: _Search) -> Iterator[Asked]:
     """The model in each width that it can be had in, the widest first.
 
-    Widths whose bits alone pass what the machine allows are left out unseen.
-
     Raises:
         UnsupportedModel: If the engine cannot run it.
     """
-    ceiling = ceiling_bytes(search.budget)
-    if (model.parameters or 0) * min(WIDTHS) > 8 * ceiling:
+    if not _widths(model.parameters or 0, search.budget):
         return
     config = _config(model)
     architecture = architecture_from_config(config)
-    widths = [bits for bits in WIDTHS if bits * architecture.num_parameters <= 8 * ceiling]
+    widths = _widths(architecture.num_parameters, search.budget)
     if search.engine == "mlx":
         yield from _mlx_formats(_name(model), config, architecture, widths, search)
     elif widths:
@@ -220,6 +217,16 @@ def _formats(model: ListedModel, search: _Search) -> Iterator[Asked]:
             asked = usual.changed(Change(bits=bits)) if bits in usual.widths else None
             if asked is not None:
                 yield asked
+
+
+def _widths(num_parameters: int, budget: Budget) -> list[int]:
+    """Those whose bits alone do not pass what ``_best`` would take them for."""
+    ceiling = ceiling_bytes(budget)
+    return [
+        bits
+        for bits in WIDTHS
+        if num_parameters * bits <= 8 * (budget.budget_bytes if bits < FEW_BITS else ceiling)
+    ]
 
 
 def _mlx_formats(

@@ -306,20 +306,21 @@ def _decided(case: Case, request: Request, budget: Budget, machine: Machine) -> 
     steps = _halvings(asked.prefill_step_size)
     if request.context_tokens is None:
         steps = steps[:3]
-    candidates = [replace(asked, prefill_step_size=step) for step in steps]
+    smallest = replace(asked, prefill_step_size=steps[-1])
     ceiling = min(budget.limit_bytes, budget.user_bytes or budget.limit_bytes)
     for limit_bytes in (budget.budget_bytes, ceiling):
         if case.form.weights.size_bytes > limit_bytes:
             continue
-        for workload in candidates:
+        for step in steps:
+            workload = asked if step == steps[0] else replace(asked, prefill_step_size=step)
             if case.fits(workload, limit_bytes, machine):
                 return workload
         if request.context_tokens is None:
-            shorter = _shorter(case, candidates[-1], limit_bytes, machine)
+            shorter = _shorter(case, smallest, limit_bytes, machine)
             if shorter is not None:
                 return shorter
     # Nothing fits: shown as it was asked, unless a smaller step brings it closest.
-    return candidates[0] if case.form.weights.size_bytes > ceiling else candidates[-1]
+    return asked if case.form.weights.size_bytes > ceiling else smallest
 
 
 def wanted(architecture: Architecture, request: Request) -> Inference:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import sqrt
 from typing import Literal
 
-from uma.architecture.layers import Architecture
+from uma.architecture.layers import Architecture, Recurrent
 from uma.engines import mlx_training, torch_training
 from uma.engines.torch_training import Settings
 from uma.errors import UsageError
@@ -136,15 +136,15 @@ def _trainable(case: TrainingCase) -> int:
 
 def _notes(case: TrainingCase) -> Iterator[str]:
     workload = case.workload
-    if case.engine == "mlx" and workload.method == "full" and workload.num_layers is not None:
+    if case.engine != "mlx":
+        return
+    if workload.method == "full" and workload.num_layers is not None:
         yield f"only the last {workload.num_layers} layers are trained: --num-layers -1 for all"
-    if case.engine == "mlx":
-        yield "the longest batch decides: the peak appears when the longest rows turn up"
-        kinds = {
-            m.kind for layer in case.architecture.layers for m in layer.mixers if hasattr(m, "kind")
-        }
-        if kinds:
-            yield f"states of {', '.join(sorted(kinds))} layers are kept for every token: approximate"
+    yield "the longest batch decides: the peak appears when the longest rows turn up"
+    mixers = (mixer for layer in case.architecture.layers for mixer in layer.mixers)
+    kinds = sorted({mixer.kind for mixer in mixers if isinstance(mixer, Recurrent)})
+    if kinds:
+        yield f"states of {', '.join(kinds)} layers are kept for every token: approximate"
 
 
 def _largest(case: TrainingCase) -> dict[str, int | None]:

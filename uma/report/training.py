@@ -30,7 +30,8 @@ def _lines(found: TrainingEstimate, model_name: str) -> Iterator[str]:
     yield ""
     for term in ledger.terms:
         if term.size_bytes and term.phase in ("always", found.phase):
-            yield f"  {term.name:17} {format_gib(term.size_bytes):>11}  {term.basis:6}  {term.source}"
+            size = format_gib(term.size_bytes)
+            yield f"  {term.name:17} {size:>11}  {term.basis:6}  {term.source}"
     totals = phase_totals(ledger.terms)
     yield ""
     yield "phases: " + ", ".join(f"{name} {format_gib(size)}" for name, size in totals.items())

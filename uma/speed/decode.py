@@ -40,6 +40,26 @@ class Streamed:
     bytes_per_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins machines: the time of a message without content, and its rate."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def message_s(self, size_bytes: float) -> float:
+        return self.latency_s + size_bytes / self.bytes_per_s
+
+
+# Two Macs over Thunderbolt 5: MLX's JACCL (RDMA, macOS 26.2) as measured between an M3 Ultra and an
+# M5 Max, 27 to 31 us and 6.1 to 6.5 GB/s (github.com/jundot/omlx/pull/3118); the ring over TCP with
+# half of 0.38 to 0.95 ms (github.com/exo-explore/exo/issues/2295), 3 GB/s
+# (github.com/ml-explore/mlx-lm/pull/1905, over USB4).
+JACCL = Link(29e-6, 6.3e9)
+RING = Link(0.33e-3, 3e9)
+ALL_REDUCES = 2  # of a layer whose matrices are split: after attention, after the feed-forward part
+
+
 def decode_tps(
     architecture: Architecture,
     reads: WeightReads,
@@ -55,6 +75,7 @@ def decode_tps(
     shares: Sequence[float] = (),
     host: Host | None = None,
     streamed: Streamed | None = None,
+    link: Link | None = None,
     calibration: Calibration | None = None,
 ) -> Rate | NotKnown:
     """Tokens per second of all ``batch_size`` sequences together, at ``context_tokens`` each.
@@ -67,6 +88,7 @@ def decode_tps(
             parallelism) lets them work at once, and has them wait for each other in each layer.
         shares (Sequence[float]): Of the layers, by device. Default: equal.
         streamed (Streamed, optional): Weights that come over a link in every step.
+        link (Link, optional): Between machines. Default: cards of one machine, as measured.
     """
 
     def work_of(read: WeightReads) -> Work:
@@ -83,7 +105,9 @@ def decode_tps(
     whole = len(architecture.layers)
     moved = host.layers / whole if host is not None and host.whole else 0.0
     work = work_of(reads).of_layers(1 - moved)
-    times = [device_seconds(engine, work, processors, split, shares, fused=flash_attn)]
+    sent = 2 * architecture.hidden_size * work.tokens
+    message_s = None if link is None else link.message_s(sent)
+    times = [device_seconds(engine, work, processors, split, shares, message_s, fused=flash_attn)]
     if host is not None:
         on_host = replace(work_of(host.reads).of_layers(moved), layers=host.layers)
         times.append(device_seconds(engine, on_host, [host.processor], fused=flash_attn))
@@ -103,10 +127,11 @@ def device_seconds(
     processors: Sequence[Processor],
     split: Split = "layer",
     shares: Sequence[float] = (),
+    message_s: float | None = None,
     *,
     fused: bool,
 ) -> float | NotKnown:
-    """The time of one step on these processors."""
+    """The time of one step on these processors, ``message_s`` from one to another."""
     count = len(processors)
     parts = shares or [1 / count] * count
     times: list[float] = []
@@ -122,8 +147,10 @@ def device_seconds(
         times.append(seconds(fit, units))
         terms = fit.terms
     if split == "row":
-        return max(times) + terms.get("shared_layers", 0.0) * work.layers * log2(count)
-    return sum(times) + terms.get("boundary", 0.0) * (count - 1)
+        each = terms.get("shared_layers", 0.0) if message_s is None else ALL_REDUCES * message_s
+        return max(times) + each * work.layers * log2(count)
+    each = terms.get("boundary", 0.0) if message_s is None else message_s
+    return sum(times) + each * (count - 1)
 
 
 def speculative_tps(

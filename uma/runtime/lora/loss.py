@@ -1,0 +1,87 @@
+"""Cross-entropy in slices of positions: the full logits, tokens times vocabulary, never exist."""
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+SLICE_BYTES = 64 << 20
+"""Of the float32 logits of one slice."""
+
+Logits = Callable[..., mx.array]
+"""Of some positions: ``(hidden, positions, *parameters) -> (len(positions), vocabulary)``."""
+
+
+def slice_rows(vocabulary: int) -> int:
+    """Positions whose float32 logits take ``SLICE_BYTES``, at least 16."""
+    return max(16, SLICE_BYTES // (4 * vocabulary))
+
+
+def sliced_loss(
+    logits: Logits,
+    hidden: mx.array,
+    parameters: Sequence[mx.array],
+    targets: np.ndarray,
+    weights: np.ndarray,
+    rows: int,
+) -> tuple[mx.array, mx.array, list[mx.array]]:
+    """The weighted sum of cross-entropies, its gradient by ``hidden`` and by ``parameters``.
+
+    ``hidden`` is ``(positions, width)``, ``targets`` and ``weights`` are ``(positions,)``.
+    Positions of weight 0 are left out. Each slice of ``rows`` positions is evaluated, forward and
+    backward, before the next begins: as one graph MLX would hold some twenty slices at once.
+    """
+    loss = mx.array(0.0)
+    total = [mx.zeros_like(p) for p in parameters]
+    chosen = np.flatnonzero(weights)
+    gradients = []
+    for start in range(0, len(chosen), rows):
+        rows_here = chosen[start : start + rows]
+        at, label = mx.array(rows_here), mx.array(targets[rows_here])
+        part = _part(logits, at, label, mx.array(weights[rows_here].astype(np.float32)))
+        primals = [hidden[at], *parameters]
+        (value,), (by_hidden, *by_own) = mx.vjp(part, primals, [mx.array(1.0)])
+        loss = loss + value
+        total = [a + b for a, b in zip(total, by_own, strict=True)]
+        mx.eval(loss, by_hidden, total)
+        gradients.append(by_hidden)
+    return loss, _scattered(gradients, chosen, hidden), total
+
+
+def _part(logits: Logits, at: mx.array, targets: mx.array, weights: mx.array) -> Logits:
+    def loss(hidden: mx.array, *parameters: mx.array) -> mx.array:
+        return cross_entropy(logits(hidden, at, *parameters), targets, weights)
+
+    return loss
+
+
+def _scattered(parts: list[mx.array], chosen: np.ndarray, hidden: mx.array) -> mx.array:
+    if not parts:
+        return mx.zeros_like(hidden)
+    joined = mx.concatenate(parts)
+    if len(chosen) == len(hidden):
+        return joined
+    result = mx.zeros_like(hidden)
+    result[mx.array(chosen)] = joined
+    return result
+
+
+@mx.custom_function  # type: ignore[untyped-decorator]
+def cross_entropy(logits: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
+    """The weighted sum of cross-entropies of ``(positions, vocabulary)`` logits, in float32."""
+    scores = logits.astype(mx.float32)
+    picked = mx.take_along_axis(scores, targets[:, None], axis=-1)[:, 0]
+    return (weights * (mx.logsumexp(scores, axis=-1) - picked)).sum()
+
+
+@cross_entropy.vjp  # type: ignore[untyped-decorator]
+def _cross_entropy_backward(
+    inputs: tuple[mx.array, ...], cotangent: mx.array, _: mx.array
+) -> tuple[mx.array, ...]:
+    """Softmax minus one at the target, made in place: one more array of the logits' size."""
+    logits, targets, weights = inputs
+    scale = (weights * cotangent)[:, None]
+    probabilities = mx.softmax(logits.astype(mx.float32), axis=-1)
+    picked = mx.take_along_axis(probabilities, targets[:, None], axis=-1)
+    gradient = mx.put_along_axis(probabilities, targets[:, None], picked - 1, axis=-1) * scale
+    return gradient.astype(logits.dtype), mx.zeros_like(targets), mx.zeros_like(weights)

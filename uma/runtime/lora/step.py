@@ -1,0 +1,67 @@
+"""One training step: the exact loss and gradients, in a sequence of evaluated phases.
+
+The layers are run one by one and their inputs kept; the loss is taken slice by slice; then each
+layer, from the last to the first that has something to train, is run again and differentiated. What
+bounds the peak is that each phase is evaluated before the next begins.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from uma.runtime.lora import attention
+from uma.runtime.lora.loss import cross_entropy
+from uma.runtime.lora.tape import Gradients, Tape
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Token ids, the ids to predict and the weight of each, all ``(rows, length)``.
+
+    The loss is the sum of weights times cross-entropies: for the mean over an effective batch of
+    several micro-batches, each weight is one over the supervised tokens of them all.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+
+
+def loss_and_gradients(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss_rows: int | None = None,
+    attention_slice_bytes: int = attention.SLICE_BYTES,
+) -> tuple[mx.array, Gradients]:
+    """The loss of ``batch`` and its gradient by each trainable parameter, by name, evaluated.
+
+    ``loss_rows`` positions at a time pass the head; by default as many as make the logits of one
+    slice ``loss.SLICE_BYTES``.
+
+    Raises:
+        UnsupportedModel: If the model's layers do not follow one another as the step needs.
+    """
+    with attention.sliced_attention(attention_slice_bytes):
+        tape = Tape(model, mx.array(batch.tokens))
+        loss = tape.tail(batch.targets.reshape(-1), batch.weights.reshape(-1), loss_rows)
+        tape.backward()
+    return loss, tape.gradients
+
+
+def whole_loss_and_gradients(model: nn.Module, batch: Batch) -> tuple[mx.array, Gradients]:
+    """The same by one automatic differentiation of the whole model: the definition, and dear."""
+
+    def loss(model: nn.Module) -> mx.array:
+        logits = model(mx.array(batch.tokens))
+        flat = logits.reshape(-1, logits.shape[-1])
+        targets, weights = (mx.array(x.reshape(-1)) for x in (batch.targets, batch.weights))
+        return cross_entropy(flat, targets, weights)
+
+    from mlx.utils import tree_flatten
+
+    value, gradients = nn.value_and_grad(model, loss)(model)
+    mx.eval(value, gradients)
+    return value, dict(tree_flatten(gradients))
