@@ -129,6 +129,21 @@ def test_a_hub_that_does_not_answer_takes_no_more_than_its_time(silent_server: N
     assert "HF_ENDPOINT" in found.remedy
 
 
+def test_a_name_lookup_that_hangs_takes_no_more_than_that_either(
+    silent_server: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lookups know no timeout: on a network without a name server they take half a minute."""
+
+    def lookup(*_: object, **__: object) -> None:
+        time.sleep(3)
+        raise OSError("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    start = time.monotonic()
+    assert checks.check_hub(0.3).text.endswith("no answer within 0.3 s")
+    assert time.monotonic() - start < 2
+
+
 def test_a_hub_that_answers_is_fine_whatever_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     from http.server import BaseHTTPRequestHandler, HTTPServer
 

@@ -57,10 +57,10 @@ _FORMATS: tuple[tuple[str, str], ...] = tuple(
         ("mixed", r"iq[-_]mlx|mixed([-_ ]?\d([-_/]\d)*([-_ ]?bits?)?)?"),
         ("mixed", r"tq\d+|turboquant|quip|aqlm|config[iv]+|jang\w*|exl[23]|hqq|eetq|q4f16_\d"),
         ("mixed", r"(int\d[-_ ]|w\da\d+[-_ ])?auto[-_]?round([-_ ](int\d|w\da\d+|gptq|awq))?"),
-        ("mixed", r"\d+(\.\d+)? ?bpw"),
+        ("mixed", r"(?<!- )\d+(\.\d+)? ?bpw|iq3_s mix( - 3\.66 bpw)?"),
         ("compressed-tensors", r"(quantized\.)?(?P<name>w\d+a\d+)"),
         ("mxfp4-q", r"mxfp4[-_]q(?P<bits>[2-8])"),
-        ("mxfp4", r"mxfp4(_moe)?"),
+        ("mxfp4", r"mxfp4([_ ]moe)?"),
         ("mxfp8", r"(8[-_ ]?bits?[-_])?mxfp8"),
         ("nvfp4", r"nv-?fp4|fp4"),
         ("gptq", r"gptq([-_ ]?int(?P<bits>\d))?([-_ ](?P<wide>\d)[-_ ]?bits?)?"),
@@ -70,7 +70,8 @@ _FORMATS: tuple[tuple[str, str], ...] = tuple(
         ("fp8", r"fp8(_e4m3\w*)?|float8"),
         (
             "gguf",
-            r"(?P<name>i?q\d_(k|\d|[a-z]{1,3})(_[a-z]{1,2})?)( - (?P<size>medium|small|large))?",
+            r"(?P<name>i?q\d_(k|\d|[a-z]{1,3})(_[a-z]{1,2})?)"
+            r"( - ((?P<size>medium|small|large)|\d(\.\d+)? bpw))?",
         ),
         ("bits", r"(?P<bits>[2-8])[-_ ]?bits?"),
         ("bits", r"int(?P<bits>[248])|q(?P<wide>[2-8])"),
@@ -94,7 +95,7 @@ _NEUTRAL = re.compile(
     "instruct|it|chat|hf|base|pt|thinking|reasoning|instruction|qat|dwq|mlx|gguf|ggml|affine|"
     "safetensors|meta|nvidia|google|unsloth|optimized|speed|text|only|full|precision|imatrix|imat|"
     "abliterated|uncensored|heretic|huihui|josiefied|lora|finetune|sft|dpo|tuned|default|act|order|"
-    "actorder|true|quantized|gemm|gemv|marlin|dynamic|block|lm|ct"
+    "actorder|true|quantized|gemm|gemv|marlin|dynamic|block|lm|ct|mostly"
 )
 _SHARD = re.compile(r"-\d{5}-of-?(\d{5})?$")
 _DATE = re.compile(
