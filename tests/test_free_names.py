@@ -37,6 +37,10 @@ from uma.errors import UmaError, UnknownName
         ("llama4:scout", "meta-llama/Llama-4-Scout-17B-16E-Instruct"),
         ("nvidia/Llama-3.3-70B-Instruct-FP4", "meta-llama/Llama-3.3-70B-Instruct"),
         ("TheBloke/CodeLlama-34B-Instruct-GPTQ", "codellama/CodeLlama-34b-Instruct-hf"),
+        ("llama 7B mostly Q4_0", "meta-llama/Llama-2-7b-chat-hf"),  # as llama-bench prints names
+        ("qwen3moe 30B.A3B Q4_K - Medium", "Qwen/Qwen3-30B-A3B"),
+        ("gpt-oss 20B MXFP4 MoE", "openai/gpt-oss-20b"),
+        ("glm4moe 106B.A12B IQ4_XS - 4.25 bpw", "zai-org/GLM-4.5-Air"),
     ],
 )
 def test_a_free_name_means_the_model_whose_shapes_it_has(name: str, hf_id: str) -> None:
@@ -57,6 +61,8 @@ def test_a_free_name_means_the_model_whose_shapes_it_has(name: str, hf_id: str) 
         "Yi-1.5-34B-Chat-16K-merged",
         "Mistral-Small-2506",
         "7B model",
+        "deepseek2 671B",  # DeepSeek-V3 or Kimi K2
+        "phi3 3B",  # Phi-3 or Phi-4 mini
     ],
 )
 def test_a_name_that_no_rule_explains_to_the_last_word_is_unknown(name: str) -> None:
@@ -99,6 +105,9 @@ def test_repositories_of_the_catalog_mean_the_model_that_they_were_made_from() -
         ("llama 13B Q4_K - Medium", "gguf", "Q4_K_M", None, None),
         ("qwen3moe 235B.A22B Q6_K", "gguf", "Q6_K", None, None),
         ("Meta-Llama-3-8B.IQ4_XS.gguf", "gguf", "IQ4_XS", None, None),
+        ("gemma3 27B IQ4_XS - 4.25 bpw", "gguf", "IQ4_XS", None, None),
+        ("gemma3 27B IQ3_S mix - 3.66 bpw", "mixed", "iq3_s mix - 3.66 bpw", None, None),
+        ("Qwen3-32B-exl2-4.25bpw", "mixed", "exl2", None, None),
         ("Qwen3-0.6B-bf16", "float", "bfloat16", None, None),
         ("Llama-3.2-3B-Instruct-bnb-4bit", "nf4", "bnb-4bit", None, None),
         ("Meta-Llama-3.1-70B-Instruct-quantized.w8a8", "compressed-tensors", "w8a8", None, None),

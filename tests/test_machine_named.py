@@ -192,7 +192,7 @@ def test_a_mac_that_is_read_gets_the_speed_of_its_chip(
     chip: str, cores: int | None, gib: int, gb_per_s: int | None
 ) -> None:
     lines = f"hw.memsize: {gib * GIB}\nhw.optional.arm64: 1\nmachdep.cpu.brand_string: {chip}\n"
-    cores_line = "" if cores is None else f'"gpu-core-count" = {cores}'
+    cores_line = "" if cores is None else f'"gpu-core-count" = {cores}\n'
     mac = mac_of(Readings(lines, "", cores_line))
     assert mac.gpu_cores == cores
     bandwidth = with_speed(mac).bandwidth_bytes_per_s

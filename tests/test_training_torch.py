@@ -15,7 +15,8 @@ from uma.architecture import architecture_from_config
 from uma.architecture.layers import Architecture
 from uma.catalog import model_config
 from uma.checkpoint.free_names import find_free
-from uma.engines.torch_training import Settings, training_terms
+from uma.engines.torch_model import Settings
+from uma.engines.torch_training import training_terms
 from uma.ledger import peak
 from uma.memory.loss import TRANSFORMERS, TRANSFORMERS_46, Copies
 from uma.workload import Sharding, TrainingWorkload

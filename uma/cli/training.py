@@ -13,6 +13,7 @@ from uma.workload import (
     DEFAULT_RANK,
     DEFAULT_TRAINING_BATCH,
     Engine,
+    MemoryKind,
     Sharding,
     TrainingWorkload,
 )
@@ -54,8 +55,11 @@ TrainAttention = Annotated[
     typer.Option("--attention", help="train: one kernel, or all pairs of tokens."),
 ]
 MemKind = Annotated[
-    Literal["allocated", "reserved", "device"],
-    typer.Option(help="train: what torch allocates, holds, or what the device shows."),
+    Literal["allocated", "reserved", "device"] | None,
+    typer.Option(
+        help="train: what torch allocates, holds, or what the device shows. "
+        "[default: device with PyTorch, allocated with MLX]"
+    ),
 ]
 Devices = Annotated[int, typer.Option("--devices", min=1, help="train: devices to spread over.")]
 ZeroStage = Annotated[int, typer.Option(min=0, max=3, help="train: ZeRO stage; FSDP is 3.")]
@@ -78,7 +82,7 @@ class TrainOptions(NamedTuple):
     optimizer: str = "adam"
     loss: Literal["naive", "fused", "sliced"] = "naive"
     attention: Literal["fused", "materialised"] | None = None
-    mem_kind: Literal["allocated", "reserved", "device"] = "allocated"
+    mem_kind: Literal["allocated", "reserved", "device"] | None = None
     devices: int = 1
     zero_stage: int = 0
     offload_optimizer: Literal["host", "disk"] | None = None
@@ -122,7 +126,7 @@ def _case(
 
 
 def workload_of(
-    asked: TrainOptions, *, num_layers: int | None, quantized: str, dtype: Any
+    asked: TrainOptions, *, num_layers: int | None, quantized: str, dtype: Any, kind: MemoryKind
 ) -> TrainingWorkload:
     """The workload that the options describe.
 
@@ -144,7 +148,7 @@ def workload_of(
         grad_accumulation_steps=asked.grad_accumulation_steps,
         loss=asked.loss,
         attention=asked.attention,
-        mem_kind=asked.mem_kind,
+        mem_kind=asked.mem_kind or kind,
         sharding=Sharding(
             data=asked.devices,
             zero_stage=asked.zero_stage,
@@ -166,7 +170,9 @@ def _mlx_case(
     layers = min(DEFAULT_NUM_LAYERS, len(best.architecture.layers))
     quantized = "" if best.form.quantization is None and case.bits >= 16 else f"{case.bits} bits"
     dtype = "float32" if best.form.activation_bytes == 4 else "bfloat16"
-    workload = workload_of(asked, num_layers=layers, quantized=quantized, dtype=dtype)
+    workload = workload_of(
+        asked, num_layers=layers, quantized=quantized, dtype=dtype, kind="allocated"
+    )
     smaller = None if quantized else weight_bytes(best.architecture, Quantization(4, 64))
     return source, TrainingCase(
         best.architecture, machine, budget, "mlx", workload, best.form.weights, smaller
@@ -189,6 +195,8 @@ def _torch_case(
     named = chosen.quant or {4: "nf4", 8: "int8", None: "bf16", 16: "bf16"}.get(chosen.bits, "bf16")
     scheme = scheme_named(named)
     quantized = "" if scheme.bits >= 16 else scheme.name
-    workload = workload_of(asked, num_layers=None, quantized=quantized, dtype="bfloat16")
+    workload = workload_of(
+        asked, num_layers=None, quantized=quantized, dtype="bfloat16", kind="device"
+    )
     architecture = architecture_from_config(source.config)
     return source, TrainingCase(architecture, machine, budget, "torch", workload)

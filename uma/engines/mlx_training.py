@@ -16,6 +16,7 @@ from uma.memory.term import MemoryTerm
 from uma.quantization import DTYPE_BYTES
 from uma.workload import Backend, TrainingWorkload
 
+ALL_REDUCE_BYTES = 32 << 20  # nn/utils.py, average_gradients: gradients joined for one message
 OPTIMIZER_SCALARS = 12  # optimizers.py: the step in uint64, the learning rate in float32
 SIMULATED = 3  # trained layers of a step that is laid out; more of them are extrapolated
 SIMULATED_MORE = 6  # where the order of evaluation settles later
@@ -82,11 +83,16 @@ def training_terms(
 
     MLX evaluates forward, backward and update of a step as one graph, so that they are one phase,
     ``backward``: gradients die one by one and are part of its activations. With accumulation they
-    are kept between steps.
+    are kept between steps. Workers of ``mx.distributed`` take their part of each batch.
     """
     arrays = trained_arrays(architecture, workload)
     size = sum(a.size_bytes for a in arrays)
     terms = [weights]
+    workers = workload.sharding.data
+    if workers > 1:
+        workload = replace(workload, batch_size=workload.batch_size // workers)
+        bucket = 2 * min(size, ALL_REDUCE_BYTES)
+        terms.append(MemoryTerm("other", bucket, "bound", "nn/utils.py, average_gradients"))
     if workload.method != "full":
         terms.append(MemoryTerm("adapters", size, "exact", "tuner/lora.py, by shape"))
     states = optimizer_bytes(workload, arrays)

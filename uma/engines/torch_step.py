@@ -47,11 +47,12 @@ class StepSettings:
 class StepPeaks:
     """Bytes above what is always there, by moment, and the gradients that are left at the end.
 
-    Moments are the forward pass, the loss going backward, and the backward pass of each layer.
+    ``logits_bytes`` are those of the loss at the end of the forward pass. Moments are the forward pass, the loss going backward, and the backward pass of each layer.
     """
 
     moments: dict[str, int]
     gradient_bytes: int
+    logits_bytes: int = 0
 
     @property
     def forward_bytes(self) -> int:
@@ -86,7 +87,10 @@ class Step:
         del x
         vocabulary = self.architecture.vocab_size
         loss = LossRun(self.memory, tokens, vocabulary, settings.head_width, settings.copies)
+        before, layers = self.memory.live_bytes, self.memory.peaks["forward"]
         loss.forward(normed.size_bytes)
+        ended = self.memory.peaks["forward"]
+        logits = ended - before if ended > layers else self.memory.live_bytes - before
         node, size = normed.node, normed.size_bytes
         saved = normed.buffer if settings.head_trained else None
         del normed
@@ -102,7 +106,7 @@ class Step:
         if settings.embedding_trained:
             self.run.gradient(hidden * self.architecture.vocab_size)
         gradients = sum(b.size_bytes for b in self.run.parameter_gradients)
-        return StepPeaks(dict(self.memory.peaks), gradients)
+        return StepPeaks(dict(self.memory.peaks), gradients, logits)
 
     def _forward(self) -> Tensor:
         settings = self.settings
@@ -213,7 +217,8 @@ def step_peaks(
         )
     for name in ("forward", "backward"):
         moments[name] = _line(few.moments[name], more.moments[name], steps)
-    return StepPeaks(moments, _line(few.gradient_bytes, more.gradient_bytes, steps))
+    gradients = _line(few.gradient_bytes, more.gradient_bytes, steps)
+    return StepPeaks(moments, gradients, more.logits_bytes)
 
 
 def _line(few: int, more: int, steps: int) -> int:

@@ -1,32 +1,37 @@
 """The memory of training with PyTorch: transformers' Trainer, PEFT and bitsandbytes, and others.
 
-Facts are of torch 2.4 to 2.13, transformers 4.45 to 5.24, peft 0.13 to 0.20, bitsandbytes 0.43 to
-0.50. What one device holds; ``uma.memory.sharding`` says what sharding leaves of each state.
+What one device holds, by phase. ``Settings`` are the options of the stack.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 
-from uma.architecture.layers import Architecture, Parameter, parameters
+from uma.architecture.layers import Architecture, Parameter
 from uma.engines import schemes
 from uma.engines.torch_layers import Batch
+from uma.engines.torch_model import (
+    COPIED,
+    DEFAULTS,
+    Model,
+    Settings,
+    optimizer_states,
+    trained_elements,
+    weights_bytes,
+)
 from uma.engines.torch_ops import FLOAT32, AttentionKernel, LayerSettings, Linear
 from uma.engines.torch_step import StepPeaks, StepSettings, step_peaks
-from uma.engines.transformers import CUBLAS_WORKSPACE, CUDA_CONTEXT
 from uma.ledger import phase_totals
-from uma.memory.adapters import adapters, is_target, trained_layers
-from uma.memory.loss import TRANSFORMERS, Copies
-from uma.memory.optimizer_states import States, step_temporary_bytes, torch_states
+from uma.memory.adapters import is_target
+from uma.memory.loss import Copies
+from uma.memory.optimizer_states import step_temporary_bytes
 from uma.memory.term import MemoryTerm
 from uma.workload import TrainingWorkload
 
-# Formats whose matrices are multiplied as a 16-bit copy; GPTQ's and AWQ's kernels read them packed.
-COPIED = frozenset({"nf4", "nf4-double", "int8"})
-
-# What torch's allocator holds of freed blocks, as a share of all that is not there from the start;
-# fitted by scripts/fit_training.py on the rows that measured both.
-RESERVED_SLACK = 0.37
+# What torch's allocator holds of freed blocks: a share of all that is not there from the start, and
+# of the logits, whose blocks fit nothing else. Fitted by scripts/fit_training.py.
+SLACK = 0.28
+LOGITS_SLACK = 0.24
 
 DEEPSPEED_BUCKET = 500_000_000  # elements (DeepSpeed 0.16, runtime/zero/config.py)
 
@@ -41,125 +46,6 @@ ROLES = {
     "down_proj": ("down_proj", "c_proj", "w3", "mlp"),
 }
 OTHER_ROLES = frozenset({"kv_a_proj_with_mqa", "kv_b_proj", "in_proj", "in_proj_z"})
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Options of the stack that trains, with the defaults of Trainer and PEFT.
-
-    ``prepare_kbit`` is PEFT's ``prepare_model_for_kbit_training``: everything that is not
-    quantized in float32; ``casts_head_back`` is TRL's ``peft_module_casting_to_bf16``, which brings
-    embeddings and head back to 16 bits and leaves the norms. ``weight_width`` is 4 where parameters
-    are float32 and computed in 16 bits. ``adapter_width`` is 4 unless a stack makes adapters in 16
-    bits (torchtune, litgpt). ``fused_kernels`` are Unsloth's for norms and rotary embeddings,
-    ``fused_adapters`` those for adapters. ``foreach`` is torch's default variant of AdamW on CUDA.
-    ``quantizes_experts`` holds before transformers 5. ``fsdp_hooks`` is FSDP 1, see
-    ``StepSettings.keeps_inputs``. ``deepspeed`` keeps float32 copies, gradients in both widths and
-    two buckets. ``offloads_inputs`` is Unsloth's checkpointing, ``modules_to_save`` are trained
-    copies of embeddings and head, ``empties_cache`` a program that calls ``empty_cache``.
-    """
-
-    autocast: bool = True
-    prepare_kbit: bool = True
-    casts_head_back: bool = False
-    weight_width: int = 0
-    adapter_width: int = FLOAT32
-    kernel: AttentionKernel = "flash"
-    fused_kernels: bool = False
-    fused_adapters: bool = False
-    dropout: bool = False
-    foreach: bool = True
-    reentrant: bool = True
-    copies: Copies = TRANSFORMERS
-    repeats_kv: bool = False
-    quantizes_experts: bool = True
-    fsdp_hooks: bool = True
-    optimizer_in_backward: bool = False
-    selective: bool = False
-    deepspeed: bool = False
-    offloads_inputs: bool = False
-    inputs_need_gradients: bool = True
-    modules_to_save: bool = False
-    cublas_workspace_bytes: int = CUBLAS_WORKSPACE
-    cuda_context_bytes: int = CUDA_CONTEXT
-    empties_cache: bool = False
-
-
-DEFAULTS = Settings()
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model as it is trained: what its parameters take, and which are trained."""
-
-    architecture: Architecture
-    workload: TrainingWorkload
-    settings: Settings
-
-    @property
-    def weight_width(self) -> int:
-        """Bytes of a parameter that is not quantized."""
-        if self.workload.quantized:
-            wide = self.prepares_kbit and not self.settings.casts_head_back
-            return FLOAT32 if wide else 2
-        return self.settings.weight_width or self.workload.dtype_bytes
-
-    @property
-    def prepares_kbit(self) -> bool:
-        return self.settings.prepare_kbit and self.workload.quantized in COPIED
-
-    @property
-    def mixes_precision(self) -> bool:
-        """Float32 shards that are gathered and computed in 16 bits (FSDP's MixedPrecision)."""
-        return self.workload.sharding.zero_stage == 3 and self.weight_width == FLOAT32
-
-    @property
-    def trains_all(self) -> bool:
-        return self.workload.method == "full"
-
-
-def weights_bytes(model: Model) -> int:
-    """All parameters as they lie on the device."""
-    architecture, workload = model.architecture, model.workload
-    if not workload.quantized:
-        return architecture.num_parameters * model.weight_width
-    scheme = schemes.scheme_named(workload.quantized)
-    scheme = replace(scheme, rest_bytes=model.weight_width)
-    return schemes.weight_bytes(architecture, scheme, experts=model.settings.quantizes_experts)
-
-
-def trained_parameters(model: Model) -> list[Parameter]:
-    """The parameters that full fine-tuning trains."""
-    if model.workload.num_layers is None:
-        return list(parameters(model.architecture))
-    return [
-        p for layer in trained_layers(model.architecture, model.workload) for p in layer.parameters
-    ]
-
-
-def trained_elements(model: Model) -> int:
-    """Elements of everything that gets a gradient."""
-    if model.trains_all:
-        return sum(p.size for p in trained_parameters(model))
-    return sum(a.size for a in adapters(model.architecture, model.workload))
-
-
-def optimizer_states(model: Model) -> States:
-    """States of all trained arrays."""
-    workload = model.workload
-    total = States(0)
-    if model.trains_all:
-        for parameter in trained_parameters(model):
-            total += torch_states(workload.optimizer, parameter.shape, model.weight_width)
-        return total
-    width = model.settings.adapter_width
-    for adapter in adapters(model.architecture, workload):
-        for shape in ((adapter.rank, adapter.columns), (adapter.rows, adapter.rank)):
-            for _ in range(adapter.count):
-                total += torch_states(workload.optimizer, shape, width)
-        if adapter.magnitude:
-            total += torch_states(workload.optimizer, (adapter.rows,), width)
-    return total
 
 
 def layer_settings(model: Model) -> LayerSettings:
@@ -220,7 +106,9 @@ def step_settings(model: Model) -> StepSettings:
     settings, workload = model.settings, model.workload
     full = model.trains_all
     spread = workload.sharding
-    sharded = spread.zero_stage >= 2
+    # FSDP without DeepSpeed keeps whole gradients between batches (torch, FSDP.no_sync).
+    whole = workload.grad_accumulation_steps > 1 and not settings.deepspeed
+    sharded = spread.zero_stage >= 2 and not whole
     return StepSettings(
         stream_width=_stream_width(model),
         head_width=model.weight_width if _is_float32_head(model) else workload.dtype_bytes,
@@ -291,9 +179,15 @@ def training_terms(
         terms.append(MemoryTerm("weights", gathered, "bound", "units gathered at once", "forward"))
         terms.append(MemoryTerm("weights", gathered, "bound", "units gathered at once", "backward"))
     source = "values that autograd and the modelling files keep"
-    terms.append(MemoryTerm("activations", found.forward_bytes, "bound", source, "forward"))
+    logits = min(found.logits_bytes, found.forward_bytes)
+    rest = found.forward_bytes - logits
+    terms.append(MemoryTerm("activations", rest, "bound", source, "forward"))
+    terms.append(MemoryTerm("logits", logits, "bound", "copies of the loss", "forward"))
     terms.append(MemoryTerm("activations", found.backward_bytes, "bound", source, "backward"))
     terms += _optimizer_terms(model, found.gradient_bytes, spread.shards)
+    if settings.whole_at_load and spread.zero_stage == 3:
+        whole = weights_bytes(model)
+        terms.append(MemoryTerm("weights", whole, "exact", "the model before sharding", "load"))
     return (*terms, *_device_terms(workload, settings, terms))
 
 
@@ -305,8 +199,10 @@ def _device_terms(
         return []
     totals = phase_totals(terms)
     held = sum(t.size_bytes for t in terms if t.phase == "always")
-    share = 0 if settings.empties_cache else RESERVED_SLACK
-    slack = round((max(totals.values()) - held) * share)
+    logits = sum(t.size_bytes for t in terms if t.name == "logits")
+    slack = round(SLACK * (max(totals.values()) - held) + LOGITS_SLACK * logits)
+    if settings.empties_cache:
+        slack = 0
     found = [MemoryTerm("buffer_pool", slack, "fitted", "scripts/fit_training.py")]
     if workload.mem_kind == "device":
         context = settings.cuda_context_bytes

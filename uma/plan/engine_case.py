@@ -234,6 +234,8 @@ def engine_case(
         settings = replace(rules.LlamaCpp(**options), **_placement(machine))
     else:
         settings = rules.Settings(**options)
+    if engine == "transformers" and machine.devices:
+        settings = replace(settings, num_devices=len(machine.devices))
     if engine == "vllm" and machine.kind == "discrete":
         budget = _within(budget, rules.reserved_bytes(machine.memory_bytes, settings))
     weights = MemoryTerm("weights", 0, "exact", "not known yet")

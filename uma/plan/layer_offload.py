@@ -21,12 +21,17 @@ EXPERT_ROLES = frozenset({"ffn_up", "ffn_gate", "ffn_down"})
 
 @dataclass(frozen=True, slots=True)
 class LayerOffload:
-    """What is on the card and what on the host with ``options`` of llama.cpp."""
+    """What is on the card and what on the host with ``options`` of llama.cpp.
+
+    On the host are ``layers`` layers, ``whole`` or their experts alone.
+    """
 
     options: tuple[str, ...]
     device_bytes: int
     host_bytes: int
     text: str
+    layers: int = 0
+    whole: bool = True
 
 
 def best_offload(case: EngineCase) -> LayerOffload | None:
@@ -35,13 +40,28 @@ def best_offload(case: EngineCase) -> LayerOffload | None:
     ``None`` if there is nothing of the kind. Experts go to the host first: what they leave on the
     card is read for every token.
     """
-    sizes = list(tensor_bytes(case.architecture, case.format))
     machine = case.machine
     host = machine.host_available_bytes or machine.host_memory_bytes
-    for plan in (*_experts_on_host(case, sizes), *_layers_on_card(case, sizes)):
+    for plan in offloads(case):
         if plan.device_bytes <= case.budget.budget_bytes:
             return plan if host is None or plan.host_bytes <= host else None
     return None
+
+
+def offloads(case: EngineCase) -> Iterator[LayerOffload]:
+    """Every way to leave something on the host: experts first, from the least to the most."""
+    sizes = list(tensor_bytes(case.architecture, case.format))
+    yield from _experts_on_host(case, sizes)
+    yield from _layers_on_card(case, sizes)
+
+
+def layer_bytes(case: EngineCase) -> list[int]:
+    """Bytes of every layer's weights, cache and states."""
+    found = _caches_by_layer(case)
+    for tensor, size in tensor_bytes(case.architecture, case.format):
+        if tensor.layer is not None:
+            found[tensor.layer] += size
+    return found
 
 
 def _experts_on_host(case: EngineCase, sizes: list[tuple[Tensor, int]]) -> Iterator[LayerOffload]:
@@ -63,6 +83,8 @@ def _experts_on_host(case: EngineCase, sizes: list[tuple[Tensor, int]]) -> Itera
             device_bytes=whole - host + copied,
             host_bytes=host + embeddings,
             text=f"the experts of {layer + 1} of {len(case.architecture.layers)} layers",
+            layers=layer + 1,
+            whole=False,
         )
 
 
@@ -84,6 +106,7 @@ def _layers_on_card(case: EngineCase, sizes: list[tuple[Tensor, int]]) -> Iterat
             device_bytes=whole - host + copied,
             host_bytes=host + _embedding_bytes(sizes),
             text=f"{layer + 1} of {count} layers",
+            layers=layer + 1,
         )
 
 

@@ -1,22 +1,24 @@
 """Training of one model on one machine: terms by phase, verdict, inverses, and what would help."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import field, replace
 from math import sqrt
 from typing import Literal
 
 from uma.architecture.layers import Architecture, Recurrent
 from uma.engines import mlx_training, torch_training
-from uma.engines.torch_training import Settings
+from uma.engines.torch_model import Settings
 from uma.errors import UsageError
 from uma.frozen import dataclass
 from uma.ledger import Ledger, peak
 from uma.machine import Budget, Machine, verdict
 from uma.memory.adapters import adapters
+from uma.memory.sharding import Placed, States, communication_bytes, placed
 from uma.memory.term import MemoryTerm, Phase
 from uma.plan.estimate import ceiling_bytes
 from uma.workload import TrainingEngine, TrainingWorkload
 
+FLOAT32 = 4
 MOST = {"batch_size": 4096, "max_seq_length": 1 << 20, "rank": 4096}  # looked for, not allowed
 TRIES = 12
 
@@ -73,7 +75,8 @@ class TrainingEstimate:
     """What training needs on one device, and the phase that needs most.
 
     ``measures`` are the cheapest ones, in their order, that make it fit: all of them where even
-    together they do not; none where it fits as it is.
+    together they do not; none where it fits as it is. ``sent_bytes`` is what each device sends in
+    a step, by what causes it; ``host_bytes`` and ``disk_bytes`` are state of all devices together.
     """
 
     case: TrainingCase
@@ -83,6 +86,9 @@ class TrainingEstimate:
     largest: dict[str, int | None]
     measures: tuple[Measure, ...]
     notes: tuple[str, ...]
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    sent_bytes: dict[str, int] = field(default_factory=dict)
 
 
 def training_estimate(case: TrainingCase) -> TrainingEstimate:
@@ -97,6 +103,7 @@ def training_estimate(case: TrainingCase) -> TrainingEstimate:
     devices = max(1, len(case.machine.devices))
     lines = (case.budget.budget_bytes // devices, case.budget.limit_bytes // devices)
     result = verdict(needed * devices, case.budget)
+    elsewhere, sent = _elsewhere(case)
     return TrainingEstimate(
         case,
         Ledger(terms, *lines, result),
@@ -105,11 +112,32 @@ def training_estimate(case: TrainingCase) -> TrainingEstimate:
         _largest(case),
         tuple(measures(case)) if result == "exceeds" else (),
         tuple(_notes(case)),
+        elsewhere.host.total_bytes * case.workload.sharding.data,
+        elsewhere.disk.total_bytes * case.workload.sharding.data,
+        sent,
     )
+
+
+def _elsewhere(case: TrainingCase) -> tuple[Placed, dict[str, int]]:
+    """Where the state lies, for one device, and what that device sends in a step."""
+    workload, spread = case.workload, case.workload.sharding
+    trained = _trainable(case)
+    parameters = case.architecture.num_parameters * workload.dtype_bytes
+    width = workload.dtype_bytes if workload.method == "full" else FLOAT32
+    states = States(parameters, trained * width, 3 * FLOAT32 * trained)
+    stream = workload.tokens * case.architecture.hidden_size * workload.dtype_bytes
+    layers = len(case.architecture.layers)
+    sent = communication_bytes(parameters, trained * width, stream * layers, spread)
+    return placed(states, spread), sent
 
 
 def _check(case: TrainingCase) -> None:
     workload, spread = case.workload, case.workload.sharding
+    if case.engine == "mlx" and workload.batch_size % spread.data:
+        raise UsageError(
+            f"a batch of {workload.batch_size} rows is not divisible by {spread.data} devices, "
+            "which mlx_lm.lora asks for"
+        )
     if case.engine == "mlx":
         known = ("adam", "adamw", "muon", "sgd", "adafactor")
         if workload.optimizer not in known:

@@ -17,8 +17,9 @@ def training_text(found: TrainingEstimate, model_name: str) -> str:
 def _lines(found: TrainingEstimate, model_name: str) -> Iterator[str]:
     workload, ledger = found.case.workload, found.ledger
     yield f"{model_name}: {_method(found)} under {found.case.engine} on {found.case.machine.name}"
+    rows = "1 row" if workload.batch_size == 1 else f"{workload.batch_size} rows"
     yield (
-        f"{workload.batch_size} rows of {workload.max_seq_length:,} tokens, {workload.optimizer}, "
+        f"{rows} of {workload.max_seq_length:,} tokens, {workload.optimizer}, "
         f"{_checkpointing(workload.grad_checkpoint)}"
     )
     yield ""
@@ -37,6 +38,11 @@ def _lines(found: TrainingEstimate, model_name: str) -> Iterator[str]:
     yield "phases: " + ", ".join(f"{name} {format_gib(size)}" for name, size in totals.items())
     fits = [f"{name} {value:,}" for name, value in found.largest.items() if value]
     yield f"largest that fits, each alone: {', '.join(fits) or 'nothing'}"
+    if found.host_bytes or found.disk_bytes:
+        yield f"host {format_gib(found.host_bytes)}, disk {format_gib(found.disk_bytes)}"
+    if found.sent_bytes:
+        sent = (f"{name} {format_gib(size)}" for name, size in found.sent_bytes.items())
+        yield f"each device sends in a step: {', '.join(sent)}"
     for measure in found.measures:
         yield f"  {measure.name}: saves {format_gib(measure.saves_bytes)}; time: {measure.cost}"
         yield f"    {' '.join(measure.options)}"
@@ -51,7 +57,9 @@ def _method(found: TrainingEstimate) -> str:
 
 
 def _checkpointing(every: int) -> str:
-    return f"checkpoints every {every} layers" if every else "no checkpointing"
+    if not every:
+        return "no checkpointing"
+    return "every layer checkpointed" if every == 1 else f"a checkpoint every {every} layers"
 
 
 def training_json(found: TrainingEstimate, model: dict[str, Any]) -> dict[str, Any]:
@@ -85,6 +93,9 @@ def training_json(found: TrainingEstimate, model: dict[str, Any]) -> dict[str, A
         "phases": {f"{k}_bytes": v for k, v in phase_totals(ledger.terms).items()},
         "budget_bytes": ledger.budget_bytes,
         "limit_bytes": ledger.limit_bytes,
+        "host_bytes": found.host_bytes,
+        "disk_bytes": found.disk_bytes,
+        "sent_bytes": found.sent_bytes,
         "headroom_bytes": (ledger.budget_bytes or 0) - needed,
         "verdict": ledger.verdict,
         "largest": found.largest,

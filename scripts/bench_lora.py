@@ -1,0 +1,178 @@
+"""Peak memory and time of a training step, against mlx_lm's trainer in the same process.
+
+    PYTHONPATH=.:tests python scripts/bench_lora.py [KIND ...] [-o FILE.json]
+
+Each kind is a small model with a vocabulary of 131,072 and 2 rows of 2,048 tokens, in float32. The
+peak is MLX's own counter less what was held before the step. The trainers take turns, so that
+whatever else the machine does befalls all of them; the figure is the median.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from uma.paths import cache_folder
+from uma.runtime.blas import prepare_cpu
+
+VOCABULARY, LENGTH, ROWS = 131_072, 2_048, 2
+_SMALL = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 1024}
+_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("full", _SMALL | _HEADS | {"num_hidden_layers": 6}),
+    "sliding": ("sliding", _SMALL | _HEADS | {"sliding_window": 512}),
+    "experts": ("moe", _SMALL | _HEADS | {"moe_intermediate_size": 512}),
+    "recurrent": ("recurrent", {"vocab_size": VOCABULARY}),
+}
+ADAPTER = {"rank": 8, "scale": 20.0, "dropout": 0.0}
+
+
+class Dataset:
+    """Random rows as mlx-lm's trainer takes them."""
+
+    def __init__(self, length: int) -> None:
+        import numpy as np
+
+        # One token more than the inputs: mlx-lm cuts the rows at the longest allowed length.
+        rng = np.random.default_rng(0)
+        self.rows = rng.integers(3, VOCABULARY, (ROWS, length + 1)).tolist()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[list[int], int]:
+        return self.rows[index], 0
+
+
+def adapted_model(kind: str) -> Any:
+    import mlx.core as mx
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+    from models import CONFIGS, build_model
+
+    base, overrides = KINDS[kind]
+    model = build_model(CONFIGS[base] | overrides)
+    model.freeze()
+    linear_to_lora_layers(model, len(model.layers), ADAPTER)
+    mx.eval(model.parameters())
+    model.train()
+    return model
+
+
+def theirs(model: Any, data: Dataset, length: int, *, checkpoint: bool, steps: int) -> list[float]:
+    """Seconds of each step of ``mlx_lm.tuner.trainer.train``."""
+    import mlx.optimizers as optim
+    from mlx_lm.tuner.callbacks import TrainingCallback
+    from mlx_lm.tuner.trainer import TrainingArgs, train
+
+    seconds: list[float] = []
+
+    class Times(TrainingCallback):  # type: ignore[misc]
+        def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
+            seconds.append(1 / train_info["iterations_per_second"])
+
+    layer_class = type(model.layers[0])
+    own_call = layer_class.__call__
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        arguments = TrainingArgs(
+            batch_size=ROWS,
+            iters=steps,
+            steps_per_report=1,
+            max_seq_length=length + 1,
+            adapter_file=f"{folder}/adapters.safetensors",
+            grad_checkpoint=checkpoint,
+        )
+        adam = optim.Adam(learning_rate=1e-5)
+        train(model, adam, data, args=arguments, training_callback=Times())
+    layer_class.__call__ = own_call  # grad_checkpoint changes the class for good
+    return seconds
+
+
+def ours(model: Any, data: Dataset, *, steps: int) -> list[float]:
+    """Seconds of each of our steps, the optimizer's update included."""
+    import mlx.core as mx
+    import mlx.optimizers as optim
+    import numpy as np
+    from mlx.utils import tree_unflatten
+
+    from uma.runtime.lora.step import Batch, loss_and_gradients
+
+    adam = optim.Adam(learning_rate=1e-5)
+    rows = np.array(data.rows)
+    targets = rows[:, 1:]
+    batch = Batch(rows[:, :-1], targets, np.full(targets.shape, 1 / targets.size, np.float32))
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        _, gradients = loss_and_gradients(model, batch)
+        adam.update(model, tree_unflatten(list(gradients.items())))
+        mx.eval(model.trainable_parameters(), adam.state)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def measured(kind: str, length: int, turns: int) -> dict[str, Any]:
+    """Peak bytes above the resting weights and median seconds a step of the three trainers."""
+    import mlx.core as mx
+
+    model, data = adapted_model(kind), Dataset(length)
+    runs = {
+        "uma": lambda: ours(model, data, steps=1),
+        "mlx_lm_checkpoint": lambda: theirs(model, data, length, checkpoint=True, steps=1),
+        "mlx_lm": lambda: theirs(model, data, length, checkpoint=False, steps=1),
+    }
+    peaks: dict[str, int] = dict.fromkeys(runs, 0)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(turns):
+        for name, run in runs.items():
+            mx.clear_cache()
+            resting = mx.get_active_memory()
+            mx.reset_peak_memory()
+            seconds[name] += run()
+            peaks[name] = max(peaks[name], mx.get_peak_memory() - resting)
+            print(kind, name, seconds[name][-1], peaks[name] / 2**20, file=sys.stderr, flush=True)
+    return {
+        "kind": kind,
+        "length": length,
+        "peak_bytes": peaks,
+        "s_per_step": {name: round(statistics.median(s), 3) for name, s in seconds.items()},
+        "peak_share": round(peaks["uma"] / peaks["mlx_lm"], 4),
+        "peak_share_of_checkpoint": round(peaks["uma"] / peaks["mlx_lm_checkpoint"], 4),
+        "time_share_of_checkpoint": round(
+            statistics.median(
+                a / b for a, b in zip(seconds["uma"], seconds["mlx_lm_checkpoint"], strict=True)
+            ),
+            3,
+        ),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kinds", nargs="*", default=[])
+    parser.add_argument("--length", type=int, default=LENGTH)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    blas = prepare_cpu(cache_folder())
+    import mlx.core as mx
+    import mlx_lm
+
+    rows = []
+    for kind in options.kinds or KINDS:
+        rows.append(measured(kind, options.length, options.turns))
+        print(json.dumps(rows[-1]), flush=True)
+    if options.output:
+        versions = {"mlx": mx.__version__, "mlx_lm": mlx_lm.__version__, "blas": blas.name}
+        document = {"versions": versions, "backend": "cpu", "rows": rows}
+        options.output.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""Macs and other machines of one memory against cards: what fits where, how, how fast, at what cost."""
+
+from uma.plan.compare.candidates import (
+    Candidate,
+    HostProfile,
+    candidates,
+    catalog_candidates,
+    this_candidate,
+)
+from uma.plan.compare.plans import Plan
+from uma.plan.compare.prices import Price
+from uma.plan.compare.search import Comparison, Row, Wanted, compare
+
+__all__ = [
+    "Candidate",
+    "Comparison",
+    "HostProfile",
+    "Plan",
+    "Price",
+    "Row",
+    "Wanted",
+    "candidates",
+    "catalog_candidates",
+    "compare",
+    "this_candidate",
+]

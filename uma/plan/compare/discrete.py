@@ -1,0 +1,258 @@
+"""Plans on cards with memory of their own, and a host behind a link.
+
+Two mechanisms run what a card does not hold. llama.cpp computes layers, or experts, on the host,
+at the speed of the host's memory; accelerate copies the weights of a layer to the card before it
+runs, in every step, at the speed of the link.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from uma.machine import Budget, Machine, verdict
+from uma.memory.reads import WeightReads
+from uma.plan.compare.candidates import Candidate
+from uma.plan.compare.plans import NO_ROOM, Plan, Technique
+from uma.plan.compare.subject import Subject
+from uma.plan.engine_case import EngineCase
+from uma.plan.estimate import ceiling_bytes
+from uma.plan.layer_offload import LayerOffload
+from uma.speed.decode import Host, Streamed, decode_tps
+from uma.speed.prefill import PASS_TOKENS, prompt_tps
+from uma.speed.processor import Processor, host_processor, processors_of
+from uma.speed.rate import NotKnown, Rate
+from uma.units import GIB, format_gib
+
+def host_room_bytes(machine: Machine) -> int:
+    """What the host leaves to a model: all but a sixteenth, at least 1 GiB, for the system."""
+    if machine.host_available_bytes is not None:
+        return machine.host_available_bytes
+    memory = machine.host_memory_bytes or 0
+    return max(0, memory - max(GIB, memory // 16))
+
+
+def llama_cpp_plans(subject: Subject, candidate: Candidate, bits: int) -> Iterator[Plan]:
+    """All on the cards; else experts on the host, or layers."""
+    case = subject.other("llama.cpp", bits, candidate.machine)
+    if case is None:
+        return
+    resident = _resident(subject, case)
+    yield resident
+    if not resident.runs:
+        yield from _offloaded(subject, candidate, case)
+
+
+def _resident(subject: Subject, case: EngineCase) -> Plan:
+    machine, needed = case.machine, subject.needed_bytes(case)
+    several = len(machine.devices) > 1
+    technique: Technique = "split by layers" if several else "resident"
+    shares = layer_shares(subject, case) if several else [1.0]
+    found, short, of = verdict(needed, case.budget), needed - ceiling_bytes(case.budget), "the card"
+    if several:
+        of = f"{len(machine.devices)} cards"
+        crowded = _crowded(needed, shares, case.budget, machine)
+        if crowded > 0 and found != "exceeds":
+            found, short = "exceeds", crowded
+            of = "the card with the most layers"
+    plan = _plan(case, technique, needed, verdict=found, options=("-ngl", "999"))
+    if not plan.runs:
+        return replace(plan, short_bytes=short, short_of=f"{of}, {_ceiling(case)}")
+    reads, processors = subject.gguf_reads(case.format), processors_of(machine)
+    return replace(
+        plan,
+        decode=_decode(subject, case, reads, processors, shares),
+        prompt=_prompt(subject, case, reads, processors, shares),
+    )
+
+
+def layer_shares(subject: Subject, case: EngineCase) -> list[float]:
+    """The part of the layers that llama.cpp puts on each card: by their memory, the head last.
+
+    llama.cpp b11434, ``src/llama-model.cpp``, ``load_tensors``: a layer goes to the first card
+    whose cumulated part of the free memory is above the layer's place among them and the head.
+    """
+    devices = case.machine.devices
+    total = sum(device.memory_bytes for device in devices)
+    ends, held = [], 0
+    for device in devices:
+        held += device.memory_bytes
+        ends.append(held / total)
+    count = len(subject.architecture.layers)
+    counts = [0] * len(devices)
+    for place in range(count):
+        counts[next(i for i, end in enumerate(ends) if place / (count + 1) < end)] += 1
+    return [number / count for number in counts]
+
+
+def _crowded(needed: int, shares: list[float], budget: Budget, machine: Machine) -> int:
+    """What the fullest card has too much, if the layers' parts are of all that is needed."""
+    total = sum(device.memory_bytes for device in machine.devices)
+    rooms = [ceiling_bytes(budget) * d.memory_bytes / total for d in machine.devices]
+    return max(
+        round(needed * share - room) for share, room in zip(shares, rooms, strict=True)
+    )
+
+
+def _offloaded(subject: Subject, candidate: Candidate, case: EngineCase) -> Iterator[Plan]:
+    machine, room = case.machine, host_room_bytes(case.machine)
+    needed = subject.needed_bytes(case)
+    short = needed - case.budget.budget_bytes - room
+    ways = [] if short > 0 else subject.offloads(case)
+    for way in ways:
+        if way.device_bytes <= case.budget.budget_bytes and way.host_bytes <= room:
+            yield _offload_plan(subject, candidate, case, way)
+            return
+    plan = _plan(case, "layers on the host", needed, verdict="exceeds")
+    where = f"the cards and {format_gib(room)} of the host's memory"
+    if machine.host_memory_bytes is None:
+        where = "the cards: the host's memory is not known (--host-ram)"
+    least = min((way.host_bytes - room for way in ways), default=short)
+    yield replace(plan, short_bytes=max(short, least, 0), short_of=where)
+
+
+def _offload_plan(
+    subject: Subject, candidate: Candidate, case: EngineCase, way: LayerOffload
+) -> Plan:
+    device, on_host = subject.split_reads(case.format, way)
+    processor = host_processor(case.machine, candidate.host_bandwidth_bytes_per_s)
+    host = Host(processor, on_host, way.layers, way.whole)
+    processors = processors_of(case.machine)
+    shares = layer_shares(subject, case) if len(processors) > 1 else [1.0]
+    technique: Technique = "layers on the host" if way.whole else "experts on the host"
+    plan = _plan(case, technique, way.device_bytes, verdict="fits", options=way.options)
+    whole = subject.gguf_reads(case.format)
+    prompt = _prompt(subject, case, whole, processors, shares)
+    return replace(
+        plan,
+        host_bytes=way.host_bytes,
+        decode=_decode(subject, case, device, processors, shares, host),
+        prompt=_copied(subject, case.machine, prompt, on_host),
+        notes=(f"{way.text} on the host",),
+    )
+
+
+def _copied(
+    subject: Subject, machine: Machine, prompt: Rate | NotKnown, host: WeightReads
+) -> Rate | NotKnown:
+    """A prompt whose host weights are copied to the card in each pass (``op_offload``)."""
+    if isinstance(prompt, NotKnown):
+        return prompt
+    if machine.link_bytes_per_s is None:
+        return NotKnown("the link between host and card is not known")
+    tokens = subject.workload.longest_prompt_tokens
+    size = min(tokens, PASS_TOKENS["llama.cpp"])
+    copied_s = -(-tokens // size) * host.size_bytes(size) / machine.link_bytes_per_s
+
+    def beside(rate: float) -> float:
+        return tokens / (tokens / rate + copied_s)
+
+    return replace(
+        prompt, low=beside(prompt.low), best=beside(prompt.best), high=beside(prompt.high)
+    )
+
+
+def streamed_plan(subject: Subject, candidate: Candidate) -> Plan | None:
+    """accelerate: 16-bit weights, those of most layers copied over the link in every step.
+
+    The card keeps room for the largest layer (accelerate 1.15, ``utils/modeling.py``,
+    ``infer_auto_device_map``). Only one card is modelled.
+    """
+    machine = candidate.machine
+    case = subject.other("transformers", 16, machine)
+    if case is None or len(machine.devices) != 1 or machine.link_bytes_per_s is None:
+        return None
+    weights, needed = case.weights.size_bytes, subject.needed_bytes(case)
+    largest = max(_layer_weights(subject)) * 2
+    free = case.budget.budget_bytes - (needed - weights) - largest
+    host, room = weights - max(0, free), host_room_bytes(machine)
+    if host <= 0:
+        return None
+    device = needed - host + largest
+    plan = _plan(case, "streamed over the link", device, verdict="fits")
+    if free < 0 or host > room:
+        short, of = (-free, "the card") if free < 0 else (host - room, "the host's memory")
+        return replace(plan, verdict="exceeds", short_bytes=short, short_of=of, host_bytes=host)
+    reads = subject.even_reads(weights)
+    link = machine.link_bytes_per_s
+    decode = decode_tps(
+        subject.architecture,
+        reads,
+        processors_of(machine),
+        "transformers",
+        subject.workload.context_tokens,
+        batch_size=subject.workload.batch_size,
+        streamed=Streamed(reads.size_bytes(1) * host / weights, link),
+    )
+    note = "at the link's full rate, which copies of pageable memory do not reach"
+    prompt = NotKnown("no public measurements of prompts with streamed weights")
+    return replace(plan, host_bytes=host, decode=decode, prompt=prompt, notes=(note,))
+
+
+def _layer_weights(subject: Subject) -> list[int]:
+    return [sum(p.size for p in layer.parameters) for layer in subject.architecture.layers]
+
+
+def _decode(
+    subject: Subject,
+    case: EngineCase,
+    reads: WeightReads,
+    processors: tuple[Processor, ...],
+    shares: list[float],
+    host: Host | None = None,
+) -> Rate | NotKnown:
+    return decode_tps(
+        subject.architecture,
+        reads,
+        processors,
+        case.engine,
+        subject.workload.context_tokens,
+        batch_size=subject.workload.batch_size,
+        shares=shares,
+        host=host,
+    )
+
+
+def _prompt(
+    subject: Subject,
+    case: EngineCase,
+    reads: WeightReads,
+    processors: tuple[Processor, ...],
+    shares: list[float],
+) -> Rate | NotKnown:
+    return prompt_tps(
+        subject.architecture,
+        reads,
+        processors,
+        case.engine,
+        subject.workload.longest_prompt_tokens,
+        shares=shares,
+        quantized=case.bits < 16,
+    )
+
+
+def _plan(
+    case: EngineCase,
+    technique: Technique,
+    device_bytes: int,
+    *,
+    verdict: str,
+    options: tuple[str, ...] = (),
+) -> Plan:
+    return Plan(
+        technique=technique,
+        engine=case.engine,
+        format=case.format,
+        bits=case.bits,
+        bits_per_weight=8 * case.weights.size_bytes / case.architecture.num_parameters,
+        device_bytes=device_bytes,
+        host_bytes=0,
+        disk_bytes=0,
+        budget_bytes=case.budget.budget_bytes,
+        verdict=verdict,  # type: ignore[arg-type]
+        decode=NO_ROOM,
+        prompt=NO_ROOM,
+        options=options,
+    )
+
+
+def _ceiling(case: EngineCase) -> str:
+    return format_gib(ceiling_bytes(case.budget))

@@ -1,0 +1,71 @@
+"""One way to run a model on one machine: what it takes where, whether that fits, how fast it is."""
+
+from typing import Literal
+
+from uma.frozen import dataclass
+from uma.ledger import Verdict
+from uma.speed.rate import NotKnown, Rate
+from uma.units import format_gib
+from uma.workload import Engine
+
+Technique = Literal[
+    "resident",
+    "raised wired limit",
+    "streamed from the SSD",
+    "split by layers",
+    "tensor parallel",
+    "layers on the host",
+    "experts on the host",
+    "streamed over the link",
+]
+
+NO_ROOM = NotKnown("it does not fit")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``device_bytes`` are held where the model runs, of ``budget_bytes``; ``host_bytes`` beside.
+
+    On a machine of one memory there is nothing beside: ``host_bytes`` is 0. ``disk_bytes`` are
+    read from a disk while it runs. ``decode`` is of all sequences together. ``options`` are those
+    of the engine that make it this plan. Where memory is not enough ``short_bytes`` says how much
+    is missing, in ``short_of``.
+    """
+
+    technique: Technique
+    engine: Engine
+    format: str
+    bits: int
+    bits_per_weight: float
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    budget_bytes: int
+    verdict: Verdict
+    decode: Rate | NotKnown
+    prompt: Rate | NotKnown
+    options: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    short_bytes: int = 0
+    short_of: str = ""
+
+    @property
+    def runs(self) -> bool:
+        return self.verdict in ("fits", "tight")
+
+    @property
+    def decode_tps(self) -> float | None:
+        return None if isinstance(self.decode, NotKnown) else self.decode.best
+
+    @property
+    def headroom_bytes(self) -> int:
+        return self.budget_bytes - self.device_bytes
+
+    def shortcoming(self, min_tps: float) -> str | None:
+        """Why it is no answer, and by how much; ``None`` if it is one."""
+        if not self.runs:
+            return f"{format_gib(self.short_bytes)} too much for {self.short_of}"
+        speed = self.decode_tps
+        if speed is None or speed >= min_tps:
+            return None
+        return f"{speed:.1f} tokens/s, {min_tps - speed:.1f} below {min_tps:g}"

@@ -1,0 +1,222 @@
+"""For each machine the best plan that fits; of all of them the cheapest, and those nothing beats."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, get_args
+
+from uma.frozen import dataclass
+from uma.plan.compare import unified
+from uma.plan.compare.candidates import Candidate
+from uma.plan.compare.discrete import llama_cpp_plans, streamed_plan
+from uma.plan.compare.plans import Plan
+from uma.plan.compare.prices import Price
+from uma.plan.compare.subject import Subject
+from uma.plan.estimate import default_engine
+from uma.plan.inverses import largest_context
+from uma.workload import Engine
+
+Preference = Literal["quality", "speed", "price", "context"]
+PREFERENCES: tuple[Preference, ...] = get_args(Preference)
+WIDTHS = (16, 8, 6, 5, 4, 3, 2)
+SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What makes a plan the better one. ``engine`` asks for one engine's plans alone."""
+
+    min_bits: int = 4
+    min_tps: float = 10
+    prefer: Preference = "quality"
+    launch_prices: bool = False
+    engine: Engine | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A machine with its best plan, ``None`` where no engine has one, and why others are not it."""
+
+    candidate: Candidate
+    plan: Plan | None
+    rejected: tuple[tuple[Plan, str], ...] = ()
+
+    @property
+    def runs(self) -> bool:
+        return self.plan is not None and self.plan.runs
+
+    @property
+    def decode_tps(self) -> float | None:
+        return None if self.plan is None or not self.plan.runs else self.plan.decode_tps
+
+    @property
+    def price_usd(self) -> int | None:
+        return None if self.candidate.price is None else self.candidate.price.usd
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """``hidden`` counts rows that are not shown; ``cheapest`` is ``None`` for its ``reason``."""
+
+    subject: Subject
+    wanted: Wanted
+    rows: tuple[Row, ...]
+    cheapest: Row | None
+    cheapest_reason: str | None
+    front: tuple[Row, ...]
+    hidden: int = 0
+
+
+def compare(
+    subject: Subject,
+    found: Sequence[Candidate],
+    wanted: Wanted = Wanted(),
+    shown: int | None = None,
+    first: Candidate | None = None,
+) -> Comparison:
+    """The best plan of each machine, in the order that is preferred.
+
+    ``first`` is this machine, which stands before the others; of those at most ``shown`` are kept:
+    the smallest that do the work, of one memory and of cards in turn.
+    """
+    rows = [best_plan(subject, one, wanted) for one in found]
+    kept = rows if shown is None else _smallest(rows, wanted, shown)
+    ordered = sorted(kept, key=lambda row: _order(row, wanted))
+    if first is not None:
+        ordered.insert(0, best_plan(subject, first, wanted))
+    cheapest, reason = _cheapest(rows, wanted)
+    return Comparison(
+        subject, wanted, tuple(ordered), cheapest, reason, _front(ordered), len(rows) - len(kept)
+    )
+
+
+def best_plan(subject: Subject, candidate: Candidate, wanted: Wanted) -> Row:
+    """The least quantized plan that fits and is fast enough, else the fastest that runs.
+
+    With ``prefer`` of ``speed`` the fastest, with ``context`` that with most memory to spare.
+    Where nothing runs it is the plan that comes closest.
+    """
+    plans: list[Plan] = []
+    for bits in WIDTHS:
+        if bits < wanted.min_bits:
+            break
+        tried = list(_plans(subject, candidate, bits, wanted.engine))
+        plans += tried
+        enough = any(
+            p.verdict == "fits" and (p.decode_tps or 0) >= wanted.min_tps for p in tried
+        )
+        if enough and wanted.prefer in ("quality", "price"):
+            break
+    if not plans:
+        return Row(candidate, None)
+    if not any(plan.runs for plan in plans):
+        from_disk = unified.streamed_plan(subject, candidate, plans[-1].bits)
+        plans += [] if from_disk is None else [from_disk]
+    best = max(plans, key=lambda plan: _merit(plan, wanted))
+    reasons = (
+        (plan, plan.shortcoming(wanted.min_tps) or _less(plan, best))
+        for plan in plans
+        if plan is not best and (plan.bits >= best.bits or not best.runs)
+    )
+    return Row(candidate, best, tuple(reasons))
+
+
+def _plans(
+    subject: Subject, candidate: Candidate, bits: int, engine: Engine | None
+) -> Iterator[Plan]:
+    if not candidate.discrete:
+        chosen = engine or default_engine(candidate.machine)
+        yield from unified.unified_plans(subject, candidate, bits, chosen)
+        return
+    if engine in (None, "llama.cpp"):
+        yield from llama_cpp_plans(subject, candidate, bits)
+    if engine in (None, "transformers") and bits == 16:
+        streamed = streamed_plan(subject, candidate)
+        if streamed is not None:
+            yield streamed
+
+
+def _merit(plan: Plan, wanted: Wanted) -> tuple[float, ...]:
+    speed, fits = plan.decode_tps or 0.0, plan.verdict == "fits"
+    if not plan.runs:
+        return (0, 0, 0, -plan.short_bytes, speed)
+    if wanted.prefer == "speed":
+        return (3, fits, speed, plan.bits)
+    if wanted.prefer == "context":
+        return (3, fits, plan.headroom_bytes, speed)
+    if plan.decode_tps is None:
+        return (2, fits, plan.bits, 0)
+    if speed < wanted.min_tps:
+        return (1, 0, speed, 0)
+    return (3, fits, plan.bits, speed)
+
+
+def _less(plan: Plan, best: Plan) -> str:
+    """Why a plan that would do was not taken."""
+    if plan.verdict == "tight" and best.verdict == "fits":
+        return "tight"
+    return f"slower, {plan.decode_tps or 0:.1f} tokens/s"
+
+
+def _order(row: Row, wanted: Wanted) -> tuple[float, ...]:
+    plan, speed = row.plan, row.decode_tps or 0.0
+    price = float("inf") if row.price_usd is None else row.price_usd
+    if plan is None or not plan.runs:
+        return (2, price)
+    if wanted.prefer == "price":
+        return (0, price, -speed)
+    if wanted.prefer == "context":
+        return (0, -plan.headroom_bytes, -speed)
+    if wanted.prefer == "speed":
+        return (0, -speed, price)
+    return (speed < wanted.min_tps, -plan.bits, -speed)
+
+
+def _smallest(rows: Sequence[Row], wanted: Wanted, shown: int) -> list[Row]:
+    """Those that reach the speed, the smallest first; then those that run; then the others."""
+
+    def size(row: Row) -> tuple[bool, bool, int, float]:
+        enough = (row.decode_tps or 0) >= wanted.min_tps
+        return not enough, not row.runs, row.candidate.machine.memory_bytes, row.price_usd or 0
+
+    pools = [
+        sorted((row for row in rows if row.candidate.discrete == discrete), key=size)
+        for discrete in (False, True)
+    ]
+    kept = [pools[0][: shown - min(len(pools[1]), shown // 2)]]
+    kept.append(pools[1][: shown - len(kept[0])])
+    return [row for pool in kept for row in pool]
+
+
+def _cheapest(rows: Iterable[Row], wanted: Wanted) -> tuple[Row | None, str | None]:
+    """The cheapest that reaches the speed at a price of today, or why there is none."""
+    able = [row for row in rows if row.runs and (row.decode_tps or 0) >= wanted.min_tps]
+    priced = [
+        row
+        for row in able
+        if row.price_usd is not None and (wanted.launch_prices or row.candidate.price_of_today)
+    ]
+    if priced:
+        return min(priced, key=lambda row: row.price_usd or 0), None
+    if not able:
+        return None, f"no machine reaches {wanted.min_tps:g} tokens/s"
+    return None, (
+        "no price of today is known of those that reach the speed: give --price NAME=USD, for "
+        "cards --host-price USD too, or --launch-prices for what they once cost"
+    )
+
+
+def _front(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Rows that no other beats in price, speed and memory to spare at once; priced ones alone."""
+    priced = [row for row in rows if row.runs and row.price_usd is not None]
+    return tuple(
+        row for row in priced if not any(_beats(other, row) for other in priced if other is not row)
+    )
+
+
+def _beats(other: Row, row: Row) -> bool:
+    mine, theirs = _virtues(row), _virtues(other)
+    return theirs != mine and all(a >= b for a, b in zip(theirs, mine, strict=True))
+
+
+def _virtues(row: Row) -> tuple[float, float, int]:
+    assert row.plan is not None
+    return -(row.price_usd or 0), row.decode_tps or 0.0, row.plan.headroom_bytes

@@ -1,0 +1,155 @@
+"""The model that is compared, in every width and under every engine, each made once."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import field, replace
+from typing import Any, TypeVar, cast
+
+from uma.architecture.layers import Architecture
+from uma.checkpoint.source import ModelSource
+from uma.errors import UmaError
+from uma.frozen import dataclass
+from uma.ledger import peak
+from uma.machine import Machine, budget_of
+from uma.memory.reads import ExpertReads, Stored, WeightReads, weight_reads
+from uma.plan.engine_case import EngineCase, engine_case
+from uma.plan.estimate import Asked, Change
+from uma.plan.inference import Request
+from uma.plan.layer_offload import LayerOffload, layer_bytes, offloads
+from uma.plan.mlx_case import MlxCase, mlx_case
+from uma.speed.stored import even_reads, gguf_stored
+from uma.workload import Engine, Inference
+
+T = TypeVar("T")
+_UNIT = 10**9  # bytes of weights that shares are computed for
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model and what is asked of it; what was computed for one machine serves the next."""
+
+    source: ModelSource
+    architecture: Architecture
+    workload: Inference
+    known: dict[Any, Any] = field(default_factory=dict)
+
+    def case(self, engine: Engine, bits: int, machine: Machine) -> Asked | None:
+        """The model in this width on this machine; ``None`` where it cannot be had so."""
+        return self.mlx(bits, machine) if engine == "mlx" else self.other(engine, bits, machine)
+
+    def mlx(self, bits: int, machine: Machine) -> MlxCase | None:
+        def make() -> MlxCase | None:
+            workload = self.workload
+            request = Request(
+                context_tokens=workload.context_tokens, batch_size=workload.batch_size
+            )
+            try:
+                return mlx_case(self.source, machine, request, architecture=self.architecture)
+            except UmaError:
+                return None
+
+        key = ("mlx", machine.backend)
+        first = self._once(key, make)
+        if first is None:
+            return None
+        found = self._once((*key, bits), lambda: first.changed(Change(bits=bits)))
+        return None if found is None else found.on(machine)
+
+    def other(self, engine: Engine, bits: int, machine: Machine) -> EngineCase | None:
+        def make() -> EngineCase | None:
+            files = self.source.gguf_headers
+            try:
+                usual = engine_case(
+                    self.architecture,
+                    engine,
+                    None,
+                    self.workload,
+                    budget_of(machine),
+                    machine,
+                    model=self.source.name,
+                    file=files[0] if files and engine == "llama.cpp" else None,
+                )
+            except UmaError:
+                return None
+            if bits == usual.bits:
+                return usual
+            return None if files or bits not in usual.widths else usual.changed(Change(bits=bits))
+
+        places = (machine.kind, len(machine.devices))
+        found = self._once((engine, bits, *places), make)
+        if found is None:
+            return None
+        if engine == "vllm":  # which takes a part of the card: of this one
+            return replace(cast(EngineCase, make()), format=found.format)
+        return replace(found, machine=machine, budget=budget_of(machine))
+
+    def needed_bytes(self, case: EngineCase) -> int:
+        """What the whole model needs on a device, or on several together."""
+        key = ("needed", case.engine, case.format, len(case.machine.devices), case.machine.kind)
+        return self._once(key, lambda: peak(case.terms(case.workload))[1])
+
+    def offloads(self, case: EngineCase) -> list[LayerOffload]:
+        """Every way of llama.cpp to leave something on the host, from the least to the most."""
+        key = ("offloads", case.format, len(case.machine.devices))
+        return self._once(key, lambda: list(offloads(case)))
+
+    def layer_bytes(self, case: EngineCase) -> list[int]:
+        return self._once(("layers", case.format), lambda: layer_bytes(case))
+
+    def even_reads(self, weights_bytes: int) -> WeightReads:
+        """Of weights that are all in the same bits: a few percent off where they are not."""
+        unit = self._once("even", lambda: even_reads(self.architecture, _UNIT))
+        part = weights_bytes / _UNIT
+        experts = tuple(replace(one, size_bytes=one.size_bytes * part) for one in unit.experts)
+        return replace(unit, dense_bytes=unit.dense_bytes * part, experts=experts)
+
+    def gguf_reads(self, quant: str) -> WeightReads:
+        parts = self._parts(quant)
+        return joined(parts, parts)
+
+    def split_reads(self, quant: str, offload: LayerOffload) -> tuple[WeightReads, WeightReads]:
+        """What the devices read of the weights, and what the host does."""
+        parts = self._parts(quant)
+        host, device = parts[: offload.layers], parts[offload.layers :]
+        if offload.whole:
+            return joined(device, device), joined(host, host)
+        return joined(parts, device), joined([], host)
+
+    def _parts(self, quant: str) -> list[WeightReads]:
+        """What each layer reads, in their order, and at last all that is in no layer."""
+        return self._once(("parts", quant), lambda: _parts(self.architecture, quant))
+
+    def _once(self, key: Any, make: Callable[[], T]) -> T:
+        if key not in self.known:
+            self.known[key] = make()
+        return cast(T, self.known[key])
+
+
+def _parts(architecture: Architecture, quant: str) -> list[WeightReads]:
+    layers: list[list[Stored]] = [[] for _ in range(len(architecture.layers) + 1)]
+    for one in gguf_stored(architecture, quant):
+        layers[-1 if one.layer is None else one.layer].append(one)
+    alike: dict[Any, WeightReads] = {}
+    found = []
+    for index, layer in enumerate(layers):
+        last = index == len(architecture.layers)
+        key = (last, tuple(sorted((one.shape, one.size_bytes) for one in layer)))
+        if key not in alike:
+            alike[key] = weight_reads(architecture, layer)
+        found.append(alike[key])
+    return found
+
+
+def joined(dense: Sequence[WeightReads], experts: Sequence[WeightReads]) -> WeightReads:
+    """The reads of several parts together, of ``dense`` without their experts."""
+    sums: dict[tuple[int, int], list[float]] = {}
+    for part in experts:
+        for one in part.experts:
+            size = sums.setdefault((one.num_experts, one.num_experts_per_tok), [0.0, 0.0])
+            size[0] += one.size_bytes
+            size[1] += one.elements
+    return WeightReads(
+        sum(part.dense_bytes for part in dense),
+        sum(part.elements for part in dense),
+        tuple(ExpertReads(size[0], size[1], *counts) for counts, size in sums.items()),
+        sum(part.head_elements for part in dense),
+    )
