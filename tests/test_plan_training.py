@@ -2,19 +2,24 @@
 
 from typing import Any
 
+import pytest
+from oracle.tiny import TINY
+
 from uma.architecture import architecture_from_config
 from uma.catalog import model_config
 from uma.checkpoint.free_names import find_free
+from uma.engines import mlx_training
 from uma.engines.torch_model import Settings
 from uma.engines.torch_training import training_terms
+from uma.errors import UsageError
 from uma.ledger import peak, phase_totals
 from uma.machine import budget_of
 from uma.machine.here import machine_of
 from uma.memory.weights import weight_bytes
 from uma.plan.training import TrainingCase, training_estimate
 from uma.quantization import Quantization
-from uma.units import GIB
-from uma.workload import TrainingWorkload
+from uma.units import GIB, MIB
+from uma.workload import Sharding, TrainingWorkload
 
 ALL = {"num_layers": None}
 
@@ -140,3 +145,49 @@ def test_validation_needs_less_than_training_of_the_same_batch() -> None:
     found = training_estimate(case_on("mac-studio-m2-ultra-192", "llama-3-8b", 4))
     totals = phase_totals(found.ledger.terms)
     assert totals["validation"] < totals["backward"]
+
+
+def test_two_macs_take_half_of_each_batch() -> None:
+    one = case_on("mac-studio-m2-ultra-192", "llama-3-8b", 4, batch_size=2)
+    two = case_on("mac-studio-m2-ultra-192", "llama-3-8b", 4, sharding=Sharding(data=2))
+    found = training_estimate(two)
+    joined = 2 * 32 * MIB  # average_gradients: what is joined for a message, and its sum
+    assert found.ledger.predicted_peak_bytes - one.needed_bytes() == joined
+    adapters = next(t.size_bytes for t in found.ledger.terms if t.name == "adapters")
+    assert found.sent_bytes == {"gradients": adapters}  # a ring of two sends all of it once
+
+
+def test_a_batch_that_the_workers_do_not_divide_is_refused_as_mlx_lm_does() -> None:
+    case = case_on("mac-studio-m2-ultra-192", "llama-3-8b", 4, sharding=Sharding(data=3))
+    with pytest.raises(UsageError, match="not divisible by 3 devices"):
+        training_estimate(case)
+
+
+def test_what_mlx_does_not_have_is_said_to_be_another_engines() -> None:
+    spread = Sharding(data=2, zero_stage=3)
+    case = case_on("mac-studio-m2-ultra-192", "llama-3-8b", 4, sharding=spread)
+    with pytest.raises(UsageError, match="are of --engine transformers"):
+        training_estimate(case)
+
+
+def test_offloaded_states_of_all_devices_lie_on_the_host() -> None:
+    spread = Sharding(data=8, zero_stage=3, offload_optimizer="host")
+    case = case_on(
+        "8xh100", "llama-3-70b", method="full", grad_checkpoint=1, sharding=spread, **ALL
+    )
+    found = training_estimate(case)
+    parameters = case.architecture.num_parameters
+    assert found.host_bytes == pytest.approx(14 * parameters, rel=1e-6)
+    assert found.sent_bytes["parameters"] == 2 * 2 * parameters * 7 // 8
+    assert not any(t.name == "optimizer_states" for t in found.ledger.terms)
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_every_module_of_mlx_lm_is_laid_out_under_both_engines(name: str, method: Any) -> None:
+    architecture = architecture_from_config({"model_type": name, **TINY[name]})
+    asked = TrainingWorkload(method=method, num_layers=None, batch_size=1, max_seq_length=64)
+    weights = weight_bytes(architecture)
+    mlx = peak(mlx_training.training_terms(architecture, weights, asked))[1]
+    torch = peak(training_terms(architecture, asked, Settings()))[1]
+    assert min(mlx, torch) > weights.size_bytes

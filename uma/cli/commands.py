@@ -8,7 +8,9 @@ COMMANDS = {
     # name: the module, which has a function of that name, or a typer.Typer for a group; its line
     "run": ("uma.cli.run", "Answer a prompt, a pipe or a chat inside a memory budget."),
     "estimate": ("uma.cli.estimate", "Predict a model's memory, term by term."),
+    "compare": ("uma.cli.compare", "Compare Macs and graphics cards for a model."),
     "bench": ("uma.cli.bench", "Time a model, and hold its memory against the prediction."),
+    "lora": ("uma.cli.lora", "Fine-tune a model, and check the data for it."),
     "convert": ("uma.cli.convert", "Write a model as an MLX folder, in little memory."),
     "measure": ("uma.cli.measure", "Show what memory holds, and what it gives."),
     "models": ("uma.cli.models", "List the models of the catalog, smallest first."),

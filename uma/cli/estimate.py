@@ -6,8 +6,15 @@ from typing import Annotated, Literal
 import typer
 
 from uma.cli import options as opt
+from uma.cli import training as tr
 from uma.cli.options import RunOptions, chosen_model, size_option
-from uma.workload import DEFAULT_KV_GROUP_SIZE, Engine, Inference
+from uma.workload import (
+    DEFAULT_KV_GROUP_SIZE,
+    DEFAULT_MAX_SEQ_LENGTH,
+    DEFAULT_RANK,
+    Engine,
+    Inference,
+)
 
 FlashAttention = Literal["on", "off", "auto"]
 CacheDtype = Literal["auto", "bfloat16", "fp8"]
@@ -77,6 +84,21 @@ def estimate(
             "and contiguous caches hold of them."
         ),
     ] = None,
+    train: tr.Train = None,
+    rank: tr.Rank = DEFAULT_RANK,
+    targets: tr.Targets = None,
+    num_layers: tr.NumLayers = None,
+    max_seq_length: tr.MaxSeqLength = DEFAULT_MAX_SEQ_LENGTH,
+    grad_checkpoint: tr.GradCheckpoint = False,
+    checkpoint_every: tr.CheckpointEvery = 1,
+    grad_accumulation_steps: tr.Accumulation = 1,
+    optimizer: tr.Optimizer = "adam",
+    loss: tr.Loss = "naive",
+    attention: tr.TrainAttention = None,
+    mem_kind: tr.MemKind = None,
+    devices: tr.Devices = 1,
+    zero_stage: tr.ZeroStage = 0,
+    offload_optimizer: tr.OffloadOptimizer = None,
     machine: Annotated[
         str | None,
         typer.Option(help="Machine by name, such as mac-studio-m3-ultra-512 or 2xh100."),
@@ -113,6 +135,7 @@ def estimate(
       uma estimate llama-3-70b --ram 64GB --macos 26 --exact
       uma estimate qwen3-30b-a3b --machine rtx-4090 -c 32768 -ctk q8_0 -ctv q8_0
       uma estimate llama-3-8b --engine vllm --quant fp8 --batch-size 8 --json
+      uma estimate llama-3-8b --train lora --machine rtx-4090 --quant nf4 --grad-checkpoint
     """
     chosen = RunOptions(
         model=chosen_model(context_, model_argument, model),
@@ -151,7 +174,10 @@ def _estimate(
     params = context.params
     if params["exact"]:
         engine = engine or "mlx"
+    trained = tr.options_asked(context)
     machine = asked.machine_asked(engine, named, macos, sizes)
+    if trained is not None:
+        return tr.training(chosen, trained, engine, machine)
     given = [name for name in asked.OWN_OPTIONS if opt.given(context, name)]
     engine = asked.engine_asked(engine, machine, given)
     if engine == "mlx":

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from uma.cli.options import RunOptions
+from uma.cli.options import RunOptions, given
 from uma.errors import DoesNotFit, UsageError
 from uma.workload import (
     DEFAULT_MAX_SEQ_LENGTH,
@@ -87,6 +87,28 @@ class TrainOptions(NamedTuple):
     zero_stage: int = 0
     offload_optimizer: Literal["host", "disk"] | None = None
     batch_size: int = DEFAULT_TRAINING_BATCH
+
+
+def options_asked(context: typer.Context) -> TrainOptions | None:
+    """The options of training; ``None`` without ``--train``.
+
+    Raises:
+        UsageError: If options of training stand there without it, or tracing with it.
+    """
+    params = context.params
+    names = [name for name in TrainOptions._fields if name not in ("train", "batch_size")]
+    if params["train"] is None:
+        stray = [name for name in names if given(context, name)]
+        if stray:
+            raise UsageError(
+                f"--{stray[0].replace('_', '-')} is an option of training: give --train too"
+            )
+        return None
+    if params["exact"]:
+        raise UsageError("--exact traces a generation, not training; leave one of the two out")
+    batch = params["batch_size"] if given(context, "batch_size") else DEFAULT_TRAINING_BATCH
+    values = {name: params[name] for name in names}
+    return TrainOptions(train=params["train"], batch_size=batch, **values)
 
 
 def training(

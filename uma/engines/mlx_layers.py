@@ -1,7 +1,7 @@
 """Layers of ``mlx_lm.models`` in a training step, and the whole step (mlx-lm 0.32.2)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from uma.architecture.layers import (
@@ -26,33 +26,58 @@ def named(layer: Layer, *ends: str) -> Parameter | None:
     return None
 
 
+# Names of the same matrices in other families, by the roles that a layer is laid out in.
+ROLES = {
+    "q_proj": ("q_proj", "qkv_proj", "c_attn", "query_key_value", "wqkv", "Wqkv", "c_q"),
+    "k_proj": ("k_proj", "qkv_proj", "c_attn", "query_key_value", "wqkv", "Wqkv", "c_k"),
+    "v_proj": ("v_proj", "qkv_proj", "c_attn", "query_key_value", "wqkv", "Wqkv", "c_v"),
+    "o_proj": ("o_proj", "out_proj", "dense", "c_proj", "wo"),
+    "gate_proj": ("gate_proj", "gate_up_proj", "w1", "fc1", "linear_in"),
+    "up_proj": ("up_proj", "gate_up_proj", "w3", "w2", "fc1", "c_fc", "dense_h_to_4h"),
+    "down_proj": ("down_proj", "w2", "fc2", "c_proj", "dense_4h_to_h"),
+    "shared_gate_proj": ("gate_proj",),
+    "shared_up_proj": ("up_proj",),
+    "shared_down_proj": ("down_proj",),
+    "in_proj": ("in_proj", "in_proj_qkvz", "in_proj_qkv"),
+    "gate": (".gate", ".router"),
+}
+
+
 @dataclass(slots=True)
 class LayerRun:
-    """One layer of a step."""
+    """One layer of a step: ``index`` tells its arrays from those of other layers."""
 
     step: Step
     layer: Layer
+    index: int
     adapters: dict[str, Adapter]
 
-    def linear(self, x: int, *ends: str) -> int:
-        parameter = named(self.layer, *ends)
-        assert parameter is not None, ends
-        return self.step.linear(x, parameter, self.adapters.get(parameter.name))
+    def project(self, x: int, role: str, rows: int, columns: int, count: int = 1) -> int:
+        """The matrix of a role with its adapter, whatever the family calls it.
+
+        Matrices of several roles in one (``qkv_proj``) are laid out as one for each.
+        """
+        shape = (rows, columns) if count == 1 else (count, rows, columns)
+        parameter = Parameter(f"{self.index}.{role}", shape, "matrix")
+        names = ROLES.get(role, (role,))
+        found = next((a for n, a in self.adapters.items() if n.endswith(names)), None)
+        adapter = None if found is None else replace(found, parameter=parameter)
+        return self.step.linear(x, parameter, adapter)
 
     def forward(self, x: int) -> int:
         step = self.step
         around = named(self.layer, "pre_feedforward_layernorm") is not None
-        before = "pre_feedforward_layernorm" if around else "post_attention_layernorm"
-        for mixer in self.layer.mixers:
-            out = self._mix(mixer, self._norm(x, "input_layernorm", "norm"))
-            x = step.add(x, self._norm(out, "post_attention_layernorm") if around else out)
-        for part in self.layer.feed_forward:
-            out = self._feed_forward(part, self._norm(x, before))
-            x = step.add(x, self._norm(out, "post_feedforward_layernorm") if around else out)
+        for i, mixer in enumerate(self.layer.mixers):
+            out = self._mix(mixer, self._norm(x, f"norm{i}"))
+            x = step.add(x, self._norm(out, f"after{i}") if around else out)
+        for i, part in enumerate(self.layer.feed_forward):
+            out = self._feed_forward(part, self._norm(x, f"feed{i}"))
+            x = step.add(x, self._norm(out, f"fed{i}") if around else out)
         return x
 
-    def _norm(self, x: int, *ends: str) -> int:
-        return self.step.norm(x, named(self.layer, *ends))
+    def _norm(self, x: int, role: str) -> int:
+        width = self.step.graph.size(x) // self.step.tokens
+        return self.step.norm(x, Parameter(f"{self.index}.{role}", (width,), "other"))
 
     def _mix(self, mixer: Attention | LatentAttention | Recurrent, x: int) -> int:
         if isinstance(mixer, Attention):
@@ -62,126 +87,108 @@ class LayerRun:
         return self._recurrent(mixer, x)
 
     def _attention(self, mixer: Attention, x: int) -> int:
-        step = self.step
-        q = self.linear(x, "q_proj")
-        k = self.linear(x, "k_proj")
-        v = self.linear(x, "v_proj")
+        step, hidden = self.step, self.step.architecture.hidden_size
+        heads, groups = mixer.num_attention_heads, mixer.num_key_value_heads
+        q = self.project(x, "q_proj", heads * mixer.head_dim, hidden)
+        k = self.project(x, "k_proj", groups * mixer.head_dim, hidden)
+        v = self.project(x, "v_proj", groups * mixer.v_head_dim, hidden)
         if named(self.layer, "q_norm") is not None:
             q, k = step.norm(q), step.norm(k)
         q, k = step.rotary(q), step.rotary(k)
-        out = attention(step, q, k, v, mixer.num_attention_heads)
-        return self.linear(step.moved(out), "o_proj")
-
-    def _feed_forward(self, part: FeedForward | Experts, x: int) -> int:
-        return self._dense(part, x) if isinstance(part, FeedForward) else self._experts(part, x)
-
-    def _dense(self, part: FeedForward, x: int) -> int:
-        if not part.gated:
-            return self.linear(self.step.elementwise(self.linear(x, "up_proj")), "down_proj")
-        gate, up = self.linear(x, "gate_proj"), self.linear(x, "up_proj")
-        return self.linear(self.step.elementwise(gate, up, kept=2), "down_proj")
+        out = attention(step, q, k, v, heads)
+        return self.project(step.moved(out), "o_proj", hidden, heads * mixer.v_head_dim)
 
     def _latent(self, mixer: LatentAttention, x: int) -> int:
         """Keys and values of all heads from the latent; rotary scores as the mask."""
         step, heads, tokens = self.step, mixer.num_attention_heads, self.step.tokens
-        if named(self.layer, "q_a_proj") is not None:
-            low = step.norm(self.linear(x, "q_a_proj"), named(self.layer, "q_a_layernorm"))
-            q = self.linear(low, "q_b_proj")
+        hidden, rank = step.architecture.hidden_size, mixer.kv_lora_rank
+        wide = heads * (mixer.qk_nope_head_dim + mixer.qk_rope_head_dim)
+        low = named(self.layer, "q_a_proj")
+        if low is None:
+            q = self.project(x, "q_proj", wide, hidden)
         else:
-            q = self.linear(x, "q_proj")
+            inner = low.shape[0]
+            narrow = self._norm(self.project(x, "q_a_proj", inner, hidden), "q_a_layernorm")
+            q = self.project(narrow, "q_b_proj", wide, inner)
         nope = step.part(q, tokens * heads * mixer.qk_nope_head_dim)
         rope = step.rotary(step.part(q, tokens * heads * mixer.qk_rope_head_dim))
-        both = self.linear(x, "kv_a_proj_with_mqa")
-        latent = step.norm(
-            step.part(both, tokens * mixer.kv_lora_rank), named(self.layer, "kv_a_layernorm")
-        )
+        both = self.project(x, "kv_a_proj_with_mqa", rank + mixer.qk_rope_head_dim, hidden)
+        latent = self._norm(step.part(both, tokens * rank), "kv_a_layernorm")
         key_rope = step.rotary(step.part(both, tokens * mixer.qk_rope_head_dim))
         rotary_scores = scores(step, rope, key_rope, heads)
-        keys = self._heads(latent, "embed_q", heads * mixer.qk_nope_head_dim)
-        values = self._heads(latent, "unembed_out", heads * mixer.v_head_dim)
+        keys = self._heads(latent, "embed_q", heads * mixer.qk_nope_head_dim, rank)
+        values = self._heads(latent, "unembed_out", heads * mixer.v_head_dim, rank)
         out = attention(step, nope, keys, values, heads, rotary_scores)
-        return self.linear(step.moved(out), "o_proj")
+        return self.project(step.moved(out), "o_proj", hidden, heads * mixer.v_head_dim)
 
-    def _heads(self, latent: int, end: str, rows: int) -> int:
-        parameter = named(self.layer, end)
-        assert parameter is not None
-        weight = self.step.weight(parameter)
-        return self.step.matmul(latent, weight, parameter.size // rows, rows)
+    def _heads(self, latent: int, role: str, rows: int, rank: int) -> int:
+        """The latent's products with a matrix for each head, which has no adapter."""
+        parameter = Parameter(f"{self.index}.{role}", (rows, rank), "matrix")
+        return self.step.linear(latent, parameter, None)
 
     def _recurrent(self, mixer: Recurrent, x: int) -> int:
-        """A recurrence, token by token: states of all tokens are kept for the gradient."""
-        step = self.step
-        inputs = [p for p in self.layer.parameters if _is_input(p)]
-        ins = [step.linear(x, p, self.adapters.get(p.name)) for p in inputs]
-        inner = mixer.inner_size or step.architecture.hidden_size
+        """A recurrence, token by token or in chunks."""
+        step, hidden = self.step, self.step.architecture.hidden_size
+        inner = mixer.inner_size or hidden
+        inputs = [p for p in self.layer.parameters if _is_input(p, hidden)]
+        wide = sum(p.shape[0] for p in inputs) or 3 * inner
+        projected = self.project(x, "in_proj", wide, hidden)
         if mixer.kind == "mamba2":
-            out = chunked_scan(step, ins[0], mixer, inner)
+            out = chunked_scan(step, projected, mixer, inner)
         elif mixer.kind == "gated_delta":
-            out = delta_rule(step, ins[0], mixer, inner)
+            out = delta_rule(step, projected, mixer, inner)
         else:
-            out = recurrence(step, ins, _state_elements(mixer), inner)
-        return self.linear(out, "out_proj")
+            out = recurrence(step, projected, _state_elements(mixer), inner)
+        return self.project(out, "out_proj", hidden, inner)
+
+    def _feed_forward(self, part: FeedForward | Experts, x: int) -> int:
+        if isinstance(part, FeedForward):
+            return self._dense(part, x, "")
+        return self._experts(part, x)
+
+    def _dense(self, part: FeedForward, x: int, prefix: str) -> int:
+        hidden, inner = self.step.architecture.hidden_size, part.intermediate_size
+        up = self.project(x, f"{prefix}up_proj", inner, hidden)
+        if not part.gated:
+            return self.project(self.step.elementwise(up), f"{prefix}down_proj", hidden, inner)
+        gate = self.project(x, f"{prefix}gate_proj", inner, hidden)
+        product = self.step.elementwise(gate, up, kept=2)
+        return self.project(product, f"{prefix}down_proj", hidden, inner)
 
     def _experts(self, part: Experts, x: int) -> int:
         """``SwitchGLU``: rows in the order of their experts, one product for all of them."""
         step, hidden = self.step, self.step.architecture.hidden_size
         rows = step.tokens * part.num_experts_per_tok
-        routed = self._routed(part, x, rows)
+        count, inner = part.num_experts, part.moe_intermediate_size
+        gates = self.project(x, "gate", count, hidden)
+        routed = step.gathered(step.elementwise(gates), rows)
         sorted_rows = step.gathered(x, rows * hidden)
-        gate = self._stacked(sorted_rows, "gate_proj", "fc1")
-        inner = step.elementwise(gate, self._stacked(sorted_rows, "up_proj"), kept=2)
-        down = step.gathered(self._stacked(inner, "down_proj", "fc2"), rows * hidden)
-        out = step.weighted(down, routed, step.tokens * hidden)
+        up = self.project(sorted_rows, "up_proj", inner, hidden, count)
+        if part.gated:
+            gate = self.project(sorted_rows, "gate_proj", inner, hidden, count)
+            up = step.elementwise(gate, up, kept=2)
+        else:
+            up = step.elementwise(up)
+        down = self.project(up, "down_proj", hidden, inner, count)
+        out = step.weighted(step.gathered(down, rows * hidden), routed, step.tokens * hidden)
         if not part.shared_intermediate_size:
             return out
-        return step.add(out, self._shared(x))
-
-    def _routed(self, part: Experts, x: int, rows: int) -> int:
-        """The weights of the chosen experts: a softmax of all, the largest, their share."""
-        router = next(
-            (
-                p
-                for p in self.layer.parameters
-                if p.shape[:1] == (part.num_experts,) and len(p.shape) == 2
-            ),
-            None,
-        )
-        assert router is not None
-        gates = self.step.linear(x, router, self.adapters.get(router.name))
-        return self.step.gathered(self.step.elementwise(gates), rows)
-
-    def _stacked(self, x: int, *ends: str) -> int:
-        parameter = next(
-            p for p in self.layer.parameters if len(p.shape) == 3 and p.name.endswith(ends)
-        )
-        return self.step.linear(x, parameter, self.adapters.get(parameter.name))
-
-    def _shared(self, x: int) -> int:
-        def found(end: str) -> Parameter:
-            return next(
-                p
-                for p in self.layer.parameters
-                if "shared" in p.name and p.name.endswith(end) and len(p.shape) == 2
-            )
-
-        def run(value: int, end: str) -> int:
-            parameter = found(end)
-            return self.step.linear(value, parameter, self.adapters.get(parameter.name))
-
-        return run(self.step.elementwise(run(x, "gate_proj"), run(x, "up_proj")), "down_proj")
+        shared = FeedForward(part.shared_intermediate_size, part.gated)
+        return step.add(out, self._dense(shared, x, "shared_"))
 
 
-# Arrays of the parameter's shape that optimizers keep (mlx 0.32.4, optimizers.py).
-STATE_ARRAYS = {"adam": 2, "adamw": 2, "adafactor": 1, "sgd": 1, "lion": 1, "muon": 1}
-
-
-def _is_input(parameter: Parameter) -> bool:
+def _is_input(parameter: Parameter, hidden: int) -> bool:
+    """Whether it is a projection into a recurrence: of the stream, and named so."""
     last = parameter.name.rsplit(".", 1)[-1]
-    return parameter.kind == "matrix" and last.startswith("in_proj")
+    return parameter.kind == "matrix" and parameter.shape[-1] == hidden and "in_proj" in last
 
 
 def _state_elements(mixer: Recurrent) -> int:
     return max((prod(s.shape) for s in mixer.states if len(s.shape) == 3), default=0)
+
+
+# Arrays of the parameter's shape that optimizers keep (mlx 0.32.4, optimizers.py).
+STATE_ARRAYS = {"adam": 2, "adamw": 2, "adafactor": 1, "sgd": 1, "lion": 1, "muon": 1}
 
 
 def scores(step: Step, q: int, k: int, heads: int) -> int:
@@ -258,7 +265,7 @@ def chunked_scan(step: Step, x: int, mixer: Recurrent, inner: int) -> int:
     decay = sums
     for _ in range(3):  # repeat, tril, cumsum
         decay = expanded(step, decay, pairs)
-    decay = step.elementwise(decay)
+    decay = step.elementwise(decay, of_output=True)  # exp
     products = expanded(step, step.part(x, step.tokens * mixer.num_heads), pairs)
     surrogate = step.elementwise(products, decay)
     made = graph.run("Matmul", (surrogate, values), step.tokens * inner, width)
@@ -315,20 +322,20 @@ def delta_rule(step: Step, x: int, mixer: Recurrent, inner: int) -> int:
 STATES_KEPT = 3  # of each token: decayed, with the update, and their product before a sum
 
 
-def recurrence(step: Step, inputs: Sequence[int], state: int, inner: int) -> int:
+def recurrence(step: Step, x: int, state: int, inner: int) -> int:
     """A scan over tokens: ``STATES_KEPT`` states of each are kept, and as many made going back."""
-    graph, width = step.graph, step.graph.width(inputs[0])
+    graph, width = step.graph, step.graph.width(x)
     kept = step.workload.batch_size * step.length * state
-    first = graph.run("Scan", inputs, kept, FLOAT32, outputs=STATES_KEPT)
+    first = graph.run("Scan", (x,), kept, FLOAT32, outputs=STATES_KEPT)
     states = range(first, first + STATES_KEPT)
     out = graph.run("Scan", tuple(states), step.tokens * inner, width)
 
     def vjp(gradient: int) -> list[int]:
         made = graph.run("Scan", (gradient, *states), kept, FLOAT32, outputs=STATES_KEPT)
         back = range(made, made + STATES_KEPT)
-        return [graph.run("Scan", tuple(back), graph.size(i), graph.width(i)) for i in inputs]
+        return [graph.run("Scan", tuple(back), graph.size(x), width)]
 
-    return graph.record(inputs, out, vjp)
+    return graph.record((x,), out, vjp)
 
 
 def built(step: Step) -> list[int]:
@@ -360,8 +367,8 @@ def forward_only(step: Step) -> list[int]:
     architecture, workload, graph = step.architecture, step.workload, step.graph
     x = graph.source(step.tokens * architecture.hidden_size, step.width)
     trained = {id(layer) for layer in trained_layers(architecture, workload)}
-    for layer in architecture.layers:
+    for index, layer in enumerate(architecture.layers):
         found = layer_adapters(layer, workload) if id(layer) in trained else ()
-        run = LayerRun(step, layer, {a.parameter.name: a for a in found})
+        run = LayerRun(step, layer, index, {a.parameter.name: a for a in found})
         x = checkpointed(step, run.forward, x) if workload.grad_checkpoint else run.forward(x)
     return [loss(step, step.norm(x))]

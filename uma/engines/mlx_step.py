@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from uma.architecture.layers import Architecture, Parameter
-from uma.memory.adapters import Adapter, trained_layers
+from uma.memory.adapters import Adapter
 from uma.memory.gradient_graph import Builder
 from uma.workload import TrainingWorkload
 
@@ -43,29 +43,22 @@ class Step:
 
     # Elementwise and matrix operations.
 
-    def elementwise(self, *inputs: int, elements: int | None = None, kept: int = 0) -> int:
-        """One fused kernel whose gradient is another of the same inputs."""
+    def elementwise(self, *inputs: int, kept: int = 0, of_output: bool = False) -> int:
+        """One fused kernel whose gradient is another of the same inputs, or of its output.
+
+        ``kept`` values on the way are outputs too, because the gradient needs them.
+        """
         graph = self.graph
-        size = graph.size(inputs[0]) if elements is None else elements
-        out = graph.run(
-            "Compiled",
-            inputs,
-            size,
-            graph.width(inputs[0]),
-            donors=range(len(inputs)),
-            outputs=1 + kept,
-        )
+        size, width = graph.size(inputs[0]), graph.width(inputs[0])
+        donors = range(len(inputs))
+        out = graph.run("Compiled", inputs, size, width, donors=donors, outputs=1 + kept)
+        saved = (out,) if of_output else (*inputs, *range(out + 1, out + 1 + kept))
 
         def vjp(gradient: int) -> list[int | None]:
             wanted = [i for i in inputs if i in graph.differentiated]
-            made = graph.run(
-                "Compiled",
-                (gradient, *inputs, *range(out + 1, out + 1 + kept)),
-                size,
-                graph.width(out),
-                donors=(0,),
-                outputs=max(1, len(wanted)),
-            )
+            count = max(1, len(wanted))
+            given = (gradient, *saved)
+            made = graph.run("Compiled", given, size, width, donors=(0,), outputs=count)
             numbers = iter(range(made, made + len(wanted)))
             return [
                 self._reduced(next(numbers), graph.size(i)) if i in wanted else None for i in inputs
@@ -198,23 +191,16 @@ class Step:
     # Parameters.
 
     def weight(self, parameter: Parameter) -> int:
-        """The array of a frozen or trained parameter; frozen ones take no bytes here."""
+        """The array of a parameter; frozen ones take no bytes here."""
         found = self.weights.get(parameter.name)
         if found is None:
-            full = self.workload.method == "full" and parameter.name in self._trained_names()
+            full = self.workload.method == "full"
             elements = parameter.size if full else 0
             found = self.graph.source(elements, self.width, trained=full)
             self.weights[parameter.name] = found
             if full:
                 self.trained.append(found)
         return found
-
-    def _trained_names(self) -> frozenset[str]:
-        return frozenset(
-            p.name
-            for layer in trained_layers(self.architecture, self.workload)
-            for p in layer.parameters
-        )
 
     def linear(self, x: int, parameter: Parameter, adapter: Adapter | None) -> int:
         """``nn.Linear`` or ``LoRALinear``: ``y + scale * (x @ a) @ b``."""

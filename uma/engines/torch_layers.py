@@ -36,7 +36,7 @@ def decoder_layer(run: Program, layer: Layer, x: Tensor, hidden: int, batch: Bat
     """``x`` through one block: norm, mixer, sum, norm, feed-forward, sum."""
     residual = x
     for mixer in layer.mixers:
-        hidden_states = run.norm(x, run.settings.compute_width if x.width == 2 else x.width)
+        hidden_states = run.norm(x, x.width)
         hidden_states = _mix(run, mixer, hidden_states, hidden, batch)
         residual = run.add(residual, hidden_states)
         del hidden_states
@@ -247,12 +247,15 @@ def _recurrent(run: Program, mixer: Recurrent, x: Tensor, hidden: int) -> Tensor
 def _feed_forward(
     run: Program, parts: tuple[FeedForward | Experts, ...], x: Tensor, hidden: int
 ) -> Tensor:
-    total: Tensor | None = None
-    for part in parts:
-        out = _dense(run, part, x, hidden) if isinstance(part, FeedForward) else None
-        out = out or _experts(run, part, x, hidden)  # type: ignore[arg-type]
-        total = out if total is None else run.add(total, out)
-    assert total is not None
+    outs = [
+        _dense(run, part, x, hidden)
+        if isinstance(part, FeedForward)
+        else _experts(run, part, x, hidden)
+        for part in parts
+    ]
+    total = outs.pop(0)
+    while outs:
+        total = run.add(total, outs.pop(0))
     return total
 
 

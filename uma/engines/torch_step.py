@@ -47,7 +47,8 @@ class StepSettings:
 class StepPeaks:
     """Bytes above what is always there, by moment, and the gradients that are left at the end.
 
-    ``logits_bytes`` are those of the loss at the end of the forward pass. Moments are the forward pass, the loss going backward, and the backward pass of each layer.
+    Moments are the forward pass, the loss going backward, and the backward pass of each layer.
+    ``logits_bytes`` are those of the loss at the end of the forward pass.
     """
 
     moments: dict[str, int]
@@ -107,6 +108,18 @@ class Step:
             self.run.gradient(hidden * self.architecture.vocab_size)
         gradients = sum(b.size_bytes for b in self.run.parameter_gradients)
         return StepPeaks(dict(self.memory.peaks), gradients, logits)
+
+    def without_gradients(self) -> int:
+        """The most that is alive in one batch of validation: a layer forward, or the loss."""
+        with self.run.graph.no_grad():
+            x = self._forward()
+            normed = self.run.norm(x, x.width)
+        del x
+        copies = replace(self.settings.copies, keeps_outputs=False)
+        tokens, vocabulary = self.batch.tokens, self.architecture.vocab_size
+        loss = LossRun(self.memory, tokens, vocabulary, self.settings.head_width, copies)
+        loss.forward(normed.size_bytes)
+        return self.memory.peak_bytes
 
     def _forward(self) -> Tensor:
         settings = self.settings
@@ -190,6 +203,14 @@ class Step:
             whole = sum(b.size_bytes for b in self.run.parameter_gradients[first:])
             part = self.memory.buffer(whole // shards)
             self.run.parameter_gradients[first:] = [part]
+
+
+def validation_bytes(
+    architecture: Architecture, batch: Batch, layers: LayerSettings, settings: StepSettings
+) -> int:
+    """Bytes of one batch without gradients; one layer stands for all."""
+    one = replace(architecture, layers=architecture.layers[-1:])
+    return Step(one, batch, layers, settings).without_gradients()
 
 
 def step_peaks(

@@ -20,7 +20,7 @@ from uma.engines.torch_model import (
     weights_bytes,
 )
 from uma.engines.torch_ops import FLOAT32, AttentionKernel, LayerSettings, Linear
-from uma.engines.torch_step import StepPeaks, StepSettings, step_peaks
+from uma.engines.torch_step import StepPeaks, StepSettings, step_peaks, validation_bytes
 from uma.ledger import phase_totals
 from uma.memory.adapters import is_target
 from uma.memory.loss import Copies
@@ -157,11 +157,26 @@ def _is_float32_head(model: Model) -> bool:
 
 def step(model: Model) -> StepPeaks:
     """The step of one micro-batch."""
-    workload = model.workload
-    spread = workload.sharding
+    return step_peaks(
+        model.architecture, _batch(model), layer_settings(model), step_settings(model)
+    )
+
+
+def _batch(model: Model) -> Batch:
+    workload, spread = model.workload, model.workload.sharding
     length = ceil(workload.max_seq_length / (spread.tensor * spread.sequence))
-    batch = Batch(workload.batch_size, length)
-    return step_peaks(model.architecture, batch, layer_settings(model), step_settings(model))
+    return Batch(workload.batch_size, length)
+
+
+def _later_terms(model: Model) -> list[MemoryTerm]:
+    """Validation on a batch of the same size, and saving, which copies from the device."""
+    size = validation_bytes(
+        model.architecture, _batch(model), layer_settings(model), step_settings(model)
+    )
+    return [
+        MemoryTerm("activations", size, "bound", "one batch without gradients", "validation"),
+        MemoryTerm("other", 0, "exact", "tensors are copied to the host", "save"),
+    ]
 
 
 def training_terms(
@@ -184,7 +199,8 @@ def training_terms(
     terms.append(MemoryTerm("activations", rest, "bound", source, "forward"))
     terms.append(MemoryTerm("logits", logits, "bound", "copies of the loss", "forward"))
     terms.append(MemoryTerm("activations", found.backward_bytes, "bound", source, "backward"))
-    terms += _optimizer_terms(model, found.gradient_bytes, spread.shards)
+    terms += _optimizer_terms(model)
+    terms += _later_terms(model)
     if settings.whole_at_load and spread.zero_stage == 3:
         whole = weights_bytes(model)
         terms.append(MemoryTerm("weights", whole, "exact", "the model before sharding", "load"))
@@ -281,7 +297,7 @@ def _gathered_bytes(model: Model) -> int:
     return ceil((outside + layer) / spread.tensor)
 
 
-def _optimizer_terms(model: Model, gradients: int, shards: int) -> list[MemoryTerm]:
+def _optimizer_terms(model: Model) -> list[MemoryTerm]:
     spread, settings = model.workload.sharding, model.settings
     if spread.offload_optimizer or settings.optimizer_in_backward:
         return []

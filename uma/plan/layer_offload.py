@@ -91,20 +91,22 @@ def _experts_on_host(case: EngineCase, sizes: list[tuple[Tensor, int]]) -> Itera
 def _layers_on_card(case: EngineCase, sizes: list[tuple[Tensor, int]]) -> Iterator[LayerOffload]:
     """All layers but one on the card, all but two, ... the head alone."""
     count = len(case.architecture.layers)
-    weights = [0] * count
+    weights, largest = [0] * count, [0] * count
     for tensor, size in sizes:
         if tensor.layer is not None:
             weights[tensor.layer] += size
+            largest[tensor.layer] = max(largest[tensor.layer], size)
+    embeddings = _embedding_bytes(sizes)
     caches = _caches_by_layer(case)
     whole = sum(term.size_bytes for term in case.terms(case.workload))
     host = copied = 0
     for layer in range(count):
         host += weights[layer] + caches[layer]
-        copied = max(copied, *(size for tensor, size in sizes if tensor.layer == layer))
+        copied = max(copied, largest[layer])
         yield LayerOffload(
             options=("-ngl", str(count - layer)),
             device_bytes=whole - host + copied,
-            host_bytes=host + _embedding_bytes(sizes),
+            host_bytes=host + embeddings,
             text=f"{layer + 1} of {count} layers",
             layers=layer + 1,
         )

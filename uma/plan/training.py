@@ -109,7 +109,7 @@ def training_estimate(case: TrainingCase) -> TrainingEstimate:
         Ledger(terms, *lines, result),
         phase,
         _trainable(case),
-        _largest(case),
+        _largest(case, needed),
         tuple(measures(case)) if result == "exceeds" else (),
         tuple(_notes(case)),
         elsewhere.host.total_bytes * case.workload.sharding.data,
@@ -175,36 +175,38 @@ def _notes(case: TrainingCase) -> Iterator[str]:
         yield f"states of {', '.join(kinds)} layers are kept for every token: approximate"
 
 
-def _largest(case: TrainingCase) -> dict[str, int | None]:
+def _largest(case: TrainingCase, needed: int) -> dict[str, int | None]:
     """The largest batch, length and rank that fit, each alone; ``None`` where 1 does not.
 
     Memory is a straight line over the batch and the rank, and a parabola over the length, of which
-    the estimate itself is one point and its double another.
+    the estimate itself, ``needed``, is one point and its double another.
     """
     found = {
-        "batch_size": _along(case, "batch_size", 1),
-        "max_seq_length": _along(case, "max_seq_length", 2),
+        "batch_size": _along(case, needed, "batch_size", 1),
+        "max_seq_length": _along(case, needed, "max_seq_length", 2),
     }
     if case.workload.method != "full":
-        found["rank"] = _along(case, "rank", 1)
+        found["rank"] = _along(case, needed, "rank", 1)
     return found
 
 
-def _along(case: TrainingCase, field: str, degree: Literal[1, 2]) -> int | None:
+def _along(case: TrainingCase, needed: int, field: str, degree: Literal[1, 2]) -> int | None:
     asked: int = getattr(case.workload, field)
     room = case.room_bytes
-    sizes = [_needed(case, field, asked * factor) for factor in (1, 2, 4)[: degree + 1]]
+    twice = _needed(case, field, asked * 2)
     if degree == 1:
-        slope = (sizes[1] - sizes[0]) / asked
-        count = int(asked + (room - sizes[0]) / slope) if slope > 0 else asked
+        slope = (twice - needed) / asked
+        count = int(asked + (room - needed) / slope) if slope > 0 else asked
     else:
-        count = int(asked * _root(sizes[0], sizes[1], sizes[2], room))
+        count = int(asked * _root(needed, twice, _needed(case, field, asked * 4), room))
     count = min(count, MOST[field])
     for _ in range(TRIES):  # where another phase than the one measured begins to bind
-        if count < 1 or _needed(case, field, count) <= room:
-            break
-        count = count * 7 // 8
-    return count if count >= 1 and _needed(case, field, count) <= room else None
+        if count < 1:
+            return None
+        if _needed(case, field, count) <= room:
+            return count
+        count = count * 15 // 16
+    return None
 
 
 def _needed(case: TrainingCase, field: str, value: int) -> int:

@@ -1,6 +1,7 @@
-"""Macs and other machines of one memory against cards: what fits where, how, how fast, at what cost."""
+"""Machines of one memory against cards: what fits where, how, how fast, at what price."""
 
 from uma.plan.compare.candidates import (
+    YOURS,
     Candidate,
     HostProfile,
     candidates,
@@ -12,6 +13,7 @@ from uma.plan.compare.prices import Price
 from uma.plan.compare.search import Comparison, Row, Wanted, compare
 
 __all__ = [
+    "YOURS",
     "Candidate",
     "Comparison",
     "HostProfile",

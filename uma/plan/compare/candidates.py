@@ -17,6 +17,7 @@ from uma.units import GB, GIB
 SOLD_SINCE = 2025
 """The catalog does not say which cards are sold: those that came out in this year or later."""
 
+YOURS = "you have it"
 NO_HOST_PRICE = "the machine around the cards has a price too: --host-price USD"
 
 _GLOB = re.compile(r"^(?:(\d+)\s*x\s*)?(.*[*?\[].*)$")
@@ -41,7 +42,8 @@ class Candidate:
     ``price`` is of all of it: of cards with their host; ``None`` for the ``price_reason``.
     ``parts_price`` is that of the cards alone. ``host_bandwidth_bytes_per_s`` is that of the
     memory beside cards, ``ssd_bytes_per_s`` what the disk delivers; ``None`` is not known.
-    ``sold`` says that it can be bought new today.
+    ``sold`` says that it can be bought new today. ``alone`` names the single card of which this
+    is a pair, where the pair is of interest only if the one is not enough.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Candidate:
     sold: bool = False
     host_bandwidth_bytes_per_s: int | None = None
     ssd_bytes_per_s: int | None = None
+    alone: str | None = None
 
     @property
     def discrete(self) -> bool:
@@ -109,16 +112,15 @@ def catalog_candidates(
         for number in (1, 2) if isinstance(entries[0].row, Gpu) else (1,):
             one = _of_entries(entries, number, host, own, macos)
             if one is not None:
-                found.append(one)
+                found.append(replace(one, alone=entries[0].name) if number > 1 else one)
     return found
 
 
 def this_candidate(machine: Machine, host: HostProfile) -> Candidate:
     """The machine that is asked on: its owner knows what it cost."""
     bandwidth = host.bandwidth_bytes_per_s if machine.kind == "discrete" else None
-    reason = "you have it"
     return Candidate(
-        "this machine", machine, price_reason=reason, host_bandwidth_bytes_per_s=bandwidth
+        "this machine", machine, price_reason=YOURS, host_bandwidth_bytes_per_s=bandwidth
     )
 
 

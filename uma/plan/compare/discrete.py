@@ -22,6 +22,9 @@ from uma.speed.processor import Processor, host_processor, processors_of
 from uma.speed.rate import NotKnown, Rate
 from uma.units import GIB, format_gib
 
+NO_LLAMA_CPP = "Gaudi"  # which has no backend for it (llama.cpp b11434, ggml/src)
+
+
 def host_room_bytes(machine: Machine) -> int:
     """What the host leaves to a model: all but a sixteenth, at least 1 GiB, for the system."""
     if machine.host_available_bytes is not None:
@@ -33,7 +36,7 @@ def host_room_bytes(machine: Machine) -> int:
 def llama_cpp_plans(subject: Subject, candidate: Candidate, bits: int) -> Iterator[Plan]:
     """All on the cards; else experts on the host, or layers."""
     case = subject.other("llama.cpp", bits, candidate.machine)
-    if case is None:
+    if case is None or any(d.name.startswith(NO_LLAMA_CPP) for d in candidate.machine.devices):
         return
     resident = _resident(subject, case)
     yield resident
@@ -87,9 +90,7 @@ def _crowded(needed: int, shares: list[float], budget: Budget, machine: Machine)
     """What the fullest card has too much, if the layers' parts are of all that is needed."""
     total = sum(device.memory_bytes for device in machine.devices)
     rooms = [ceiling_bytes(budget) * d.memory_bytes / total for d in machine.devices]
-    return max(
-        round(needed * share - room) for share, room in zip(shares, rooms, strict=True)
-    )
+    return max(round(needed * share - room) for share, room in zip(shares, rooms, strict=True))
 
 
 def _offloaded(subject: Subject, candidate: Candidate, case: EngineCase) -> Iterator[Plan]:
@@ -150,10 +151,10 @@ def _copied(
     )
 
 
-def streamed_plan(subject: Subject, candidate: Candidate) -> Plan | None:
-    """accelerate: 16-bit weights, those of most layers copied over the link in every step.
+def accelerate_plan(subject: Subject, candidate: Candidate) -> Plan | None:
+    """16-bit weights; those of layers that have no room copied over the link in every step.
 
-    The card keeps room for the largest layer (accelerate 1.15, ``utils/modeling.py``,
+    A layer is copied whole, all its experts included (``hooks.py``, ``AlignDevicesHook``). The card keeps room for the largest layer (accelerate 1.15, ``utils/modeling.py``,
     ``infer_auto_device_map``). Only one card is modelled.
     """
     machine = candidate.machine
@@ -164,27 +165,28 @@ def streamed_plan(subject: Subject, candidate: Candidate) -> Plan | None:
     largest = max(_layer_weights(subject)) * 2
     free = case.budget.budget_bytes - (needed - weights) - largest
     host, room = weights - max(0, free), host_room_bytes(machine)
-    if host <= 0:
-        return None
+    if needed <= case.budget.budget_bytes:
+        host = largest = 0
+    technique: Technique = "streamed over the link" if host else "resident"
     device = needed - host + largest
-    plan = _plan(case, "streamed over the link", device, verdict="fits")
-    if free < 0 or host > room:
-        short, of = (-free, "the card") if free < 0 else (host - room, "the host's memory")
+    plan = _plan(case, technique, device, verdict="fits")
+    if host and (free < 0 or host > room):
+        beyond_host = host - room > max(0, -free)
+        short, of = (host - room, "the host's memory") if beyond_host else (-free, "the card")
         return replace(plan, verdict="exceeds", short_bytes=short, short_of=of, host_bytes=host)
-    reads = subject.even_reads(weights)
-    link = machine.link_bytes_per_s
     decode = decode_tps(
         subject.architecture,
-        reads,
+        subject.even_reads(weights),
         processors_of(machine),
         "transformers",
         subject.workload.context_tokens,
         batch_size=subject.workload.batch_size,
-        streamed=Streamed(reads.size_bytes(1) * host / weights, link),
+        streamed=Streamed(host, machine.link_bytes_per_s),
     )
+    prompt = NotKnown("no public measurements of prompts with transformers")
     note = "at the link's full rate, which copies of pageable memory do not reach"
-    prompt = NotKnown("no public measurements of prompts with streamed weights")
-    return replace(plan, host_bytes=host, decode=decode, prompt=prompt, notes=(note,))
+    notes = (note,) if host else ()
+    return replace(plan, host_bytes=host, decode=decode, prompt=prompt, notes=notes)
 
 
 def _layer_weights(subject: Subject) -> list[int]:
@@ -251,6 +253,7 @@ def _plan(
         decode=NO_ROOM,
         prompt=NO_ROOM,
         options=options,
+        sequences=case.workload.batch_size,
     )
 
 

@@ -27,9 +27,9 @@ class Plan:
     """``device_bytes`` are held where the model runs, of ``budget_bytes``; ``host_bytes`` beside.
 
     On a machine of one memory there is nothing beside: ``host_bytes`` is 0. ``disk_bytes`` are
-    read from a disk while it runs. ``decode`` is of all sequences together. ``options`` are those
-    of the engine that make it this plan. Where memory is not enough ``short_bytes`` says how much
-    is missing, in ``short_of``.
+    read from a disk while it runs. ``decode`` is of all ``sequences`` together. ``options`` are
+    those of the engine that make it this plan. Where memory is not enough ``short_bytes`` says how
+    much is missing, in ``short_of``.
     """
 
     technique: Technique
@@ -48,6 +48,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     short_bytes: int = 0
     short_of: str = ""
+    sequences: int = 1
 
     @property
     def runs(self) -> bool:
@@ -55,7 +56,8 @@ class Plan:
 
     @property
     def decode_tps(self) -> float | None:
-        return None if isinstance(self.decode, NotKnown) else self.decode.best
+        """Tokens per second of each sequence."""
+        return None if isinstance(self.decode, NotKnown) else self.decode.best / self.sequences
 
     @property
     def headroom_bytes(self) -> int:
@@ -64,8 +66,9 @@ class Plan:
     def shortcoming(self, min_tps: float) -> str | None:
         """Why it is no answer, and by how much; ``None`` if it is one."""
         if not self.runs:
-            return f"{format_gib(self.short_bytes)} too much for {self.short_of}"
-        speed = self.decode_tps
-        if speed is None or speed >= min_tps:
+            speed = "" if self.decode_tps is None else f", and {self.decode_tps:.2g} tokens/s"
+            return f"{format_gib(self.short_bytes)} too much for {self.short_of}{speed}"
+        tps = self.decode_tps
+        if tps is None or tps >= min_tps:
             return None
-        return f"{speed:.1f} tokens/s, {min_tps - speed:.1f} below {min_tps:g}"
+        return f"{tps:.1f} tokens/s, {min_tps - tps:.1f} below {min_tps:g}"

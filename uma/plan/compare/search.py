@@ -1,4 +1,4 @@
-"""For each machine the best plan that fits; of all of them the cheapest, and those nothing beats."""
+"""For each machine the best plan that fits; of all the cheapest, and those that nothing beats."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, get_args
@@ -6,12 +6,12 @@ from typing import Literal, get_args
 from uma.frozen import dataclass
 from uma.plan.compare import unified
 from uma.plan.compare.candidates import Candidate
-from uma.plan.compare.discrete import llama_cpp_plans, streamed_plan
+from uma.plan.compare.discrete import accelerate_plan, llama_cpp_plans
+from uma.plan.compare.parallel import vllm_plan
 from uma.plan.compare.plans import Plan
-from uma.plan.compare.prices import Price
 from uma.plan.compare.subject import Subject
 from uma.plan.estimate import default_engine
-from uma.plan.inverses import largest_context
+from uma.units import format_gib
 from uma.workload import Engine
 
 Preference = Literal["quality", "speed", "price", "context"]
@@ -47,6 +47,10 @@ class Row:
     def decode_tps(self) -> float | None:
         return None if self.plan is None or not self.plan.runs else self.plan.decode_tps
 
+    def reaches(self, min_tps: float) -> bool:
+        """Whether it is known to be fast enough."""
+        return self.decode_tps is not None and self.decode_tps >= min_tps
+
     @property
     def price_usd(self) -> int | None:
         return None if self.candidate.price is None else self.candidate.price.usd
@@ -68,7 +72,7 @@ class Comparison:
 def compare(
     subject: Subject,
     found: Sequence[Candidate],
-    wanted: Wanted = Wanted(),
+    wanted: Wanted,
     shown: int | None = None,
     first: Candidate | None = None,
 ) -> Comparison:
@@ -77,15 +81,29 @@ def compare(
     ``first`` is this machine, which stands before the others; of those at most ``shown`` are kept:
     the smallest that do the work, of one memory and of cards in turn.
     """
-    rows = [best_plan(subject, one, wanted) for one in found]
+    rows = _rows(subject, found, wanted)
     kept = rows if shown is None else _smallest(rows, wanted, shown)
     ordered = sorted(kept, key=lambda row: _order(row, wanted))
     if first is not None:
         ordered.insert(0, best_plan(subject, first, wanted))
     cheapest, reason = _cheapest(rows, wanted)
     return Comparison(
-        subject, wanted, tuple(ordered), cheapest, reason, _front(ordered), len(rows) - len(kept)
+        subject, wanted, tuple(ordered), cheapest, reason, _front(rows), len(rows) - len(kept)
     )
+
+
+def _rows(subject: Subject, found: Sequence[Candidate], wanted: Wanted) -> list[Row]:
+    """A row for each, but for pairs of a card that is enough alone."""
+    rows: list[Row] = []
+    enough = set()
+    for one in found:
+        if one.alone in enough:
+            continue
+        row = best_plan(subject, one, wanted)
+        rows.append(row)
+        if row.reaches(wanted.min_tps):
+            enough.add(one.name)
+    return rows
 
 
 def best_plan(subject: Subject, candidate: Candidate, wanted: Wanted) -> Row:
@@ -100,9 +118,7 @@ def best_plan(subject: Subject, candidate: Candidate, wanted: Wanted) -> Row:
             break
         tried = list(_plans(subject, candidate, bits, wanted.engine))
         plans += tried
-        enough = any(
-            p.verdict == "fits" and (p.decode_tps or 0) >= wanted.min_tps for p in tried
-        )
+        enough = any(p.verdict == "fits" and (p.decode_tps or 0) >= wanted.min_tps for p in tried)
         if enough and wanted.prefer in ("quality", "price"):
             break
     if not plans:
@@ -112,7 +128,7 @@ def best_plan(subject: Subject, candidate: Candidate, wanted: Wanted) -> Row:
         plans += [] if from_disk is None else [from_disk]
     best = max(plans, key=lambda plan: _merit(plan, wanted))
     reasons = (
-        (plan, plan.shortcoming(wanted.min_tps) or _less(plan, best))
+        (plan, plan.shortcoming(wanted.min_tps) or _less(plan, best, wanted))
         for plan in plans
         if plan is not best and (plan.bits >= best.bits or not best.runs)
     )
@@ -124,13 +140,23 @@ def _plans(
 ) -> Iterator[Plan]:
     if not candidate.discrete:
         chosen = engine or default_engine(candidate.machine)
-        yield from unified.unified_plans(subject, candidate, bits, chosen)
+        if chosen in ("transformers", "vllm"):
+            return  # whose memory is known on cards
+        found = unified.unified_plans(subject, candidate, bits, chosen)
+        if not found and engine is None:  # models that mlx-lm has no module for
+            found = unified.unified_plans(subject, candidate, bits, "llama.cpp")
+        yield from found
         return
     if engine in (None, "llama.cpp"):
         yield from llama_cpp_plans(subject, candidate, bits)
+    several = len(candidate.machine.devices) > 1
+    if engine == "vllm" or (engine is None and several):
+        split = vllm_plan(subject, candidate, bits)
+        if split is not None:
+            yield split
     if engine in (None, "transformers") and bits == 16:
-        streamed = streamed_plan(subject, candidate)
-        if streamed is not None:
+        streamed = accelerate_plan(subject, candidate)
+        if streamed is not None and (engine or streamed.host_bytes):
             yield streamed
 
 
@@ -149,11 +175,15 @@ def _merit(plan: Plan, wanted: Wanted) -> tuple[float, ...]:
     return (3, fits, plan.bits, speed)
 
 
-def _less(plan: Plan, best: Plan) -> str:
+def _less(plan: Plan, best: Plan, wanted: Wanted) -> str:
     """Why a plan that would do was not taken."""
     if plan.verdict == "tight" and best.verdict == "fits":
         return "tight"
-    return f"slower, {plan.decode_tps or 0:.1f} tokens/s"
+    if plan.decode_tps is None:
+        return "its speed is not known"
+    if wanted.prefer == "context":
+        return f"{format_gib(best.headroom_bytes - plan.headroom_bytes)} less to spare"
+    return f"slower, {plan.decode_tps:.1f} tokens/s"
 
 
 def _order(row: Row, wanted: Wanted) -> tuple[float, ...]:
@@ -167,15 +197,19 @@ def _order(row: Row, wanted: Wanted) -> tuple[float, ...]:
         return (0, -plan.headroom_bytes, -speed)
     if wanted.prefer == "speed":
         return (0, -speed, price)
-    return (speed < wanted.min_tps, -plan.bits, -speed)
+    return (not row.reaches(wanted.min_tps), -plan.bits, -speed)
 
 
 def _smallest(rows: Sequence[Row], wanted: Wanted, shown: int) -> list[Row]:
     """Those that reach the speed, the smallest first; then those that run; then the others."""
 
     def size(row: Row) -> tuple[bool, bool, int, float]:
-        enough = (row.decode_tps or 0) >= wanted.min_tps
-        return not enough, not row.runs, row.candidate.machine.memory_bytes, row.price_usd or 0
+        return (
+            not row.reaches(wanted.min_tps),
+            not row.runs,
+            row.candidate.machine.memory_bytes,
+            row.price_usd or 0,
+        )
 
     pools = [
         sorted((row for row in rows if row.candidate.discrete == discrete), key=size)
@@ -188,7 +222,7 @@ def _smallest(rows: Sequence[Row], wanted: Wanted, shown: int) -> list[Row]:
 
 def _cheapest(rows: Iterable[Row], wanted: Wanted) -> tuple[Row | None, str | None]:
     """The cheapest that reaches the speed at a price of today, or why there is none."""
-    able = [row for row in rows if row.runs and (row.decode_tps or 0) >= wanted.min_tps]
+    able = [row for row in rows if row.reaches(wanted.min_tps)]
     priced = [
         row
         for row in able
@@ -207,9 +241,8 @@ def _cheapest(rows: Iterable[Row], wanted: Wanted) -> tuple[Row | None, str | No
 def _front(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Rows that no other beats in price, speed and memory to spare at once; priced ones alone."""
     priced = [row for row in rows if row.runs and row.price_usd is not None]
-    return tuple(
-        row for row in priced if not any(_beats(other, row) for other in priced if other is not row)
-    )
+    front = [row for row in priced if not any(_beats(other, row) for other in priced)]
+    return tuple(sorted(front, key=lambda row: row.price_usd or 0))
 
 
 def _beats(other: Row, row: Row) -> bool:

@@ -74,13 +74,13 @@ class Subject:
                 return usual
             return None if files or bits not in usual.widths else usual.changed(Change(bits=bits))
 
-        places = (machine.kind, len(machine.devices))
-        found = self._once((engine, bits, *places), make)
+        found = self._once((engine, bits, machine.kind), make)
         if found is None:
             return None
-        if engine == "vllm":  # which takes a part of the card: of this one
-            return replace(cast(EngineCase, make()), format=found.format)
-        return replace(found, machine=machine, budget=budget_of(machine))
+        settings = found.settings
+        if engine == "llama.cpp" and machine.devices:
+            settings = replace(settings, num_devices=len(machine.devices))
+        return replace(found, machine=machine, budget=budget_of(machine), settings=settings)
 
     def needed_bytes(self, case: EngineCase) -> int:
         """What the whole model needs on a device, or on several together."""

@@ -22,9 +22,7 @@ from uma.units import MIB, format_gib
 from uma.workload import Engine
 
 
-def unified_plans(
-    subject: Subject, candidate: Candidate, bits: int, engine: Engine
-) -> list[Plan]:
+def unified_plans(subject: Subject, candidate: Candidate, bits: int, engine: Engine) -> list[Plan]:
     """Resident; where that exceeds, on a Mac, with a raised GPU limit."""
     asked = subject.case(engine, bits, candidate.machine)
     if asked is None:
@@ -69,6 +67,7 @@ def _plan(subject: Subject, asked: Asked, technique: Technique) -> Plan:
         notes=needs.notes,
         short_bytes=needs.short_bytes,
         short_of=needs.short_of,
+        sequences=asked.workload.batch_size,
     )
 
 

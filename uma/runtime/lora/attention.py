@@ -1,28 +1,28 @@
 """Attention in slices of queries, forward and backward, so that no score matrix is ever whole.
 
 MLX's own backward (0.32.4, ``fast.cpp``: the fallback wherever the backend has no kernel for it)
-keeps scores and probabilities of all queries, quadratic in the length. Here each slice is evaluated
-before the next begins; with a causal mask, the keys after a slice are not touched at all.
+keeps scores and probabilities of all queries, quadratic in the length. Here no slice can begin
+before the one before it is done; with a causal mask, the keys after a slice are not touched.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 SLICE_BYTES = 32 << 20
 """Of the scores of one slice."""
 
 Mask = str | mx.array | None
+Place = tuple[int, int, int, int]
+"""First query of a slice, the one after its last, and the same of the keys that it sees."""
 
 
 @contextmanager
 def sliced_attention(slice_bytes: int) -> Iterator[None]:
-    """Within, ``mx.fast.scaled_dot_product_attention`` works slice by slice, and is differentiable.
-
-    Not for use inside ``mx.compile`` or a transformation other than one ``mx.vjp``: it evaluates.
-    """
+    """Within, ``mx.fast.scaled_dot_product_attention`` works slice by slice."""
     whole = mx.fast.scaled_dot_product_attention
 
     def attention(
@@ -35,21 +35,16 @@ def sliced_attention(slice_bytes: int) -> Iterator[None]:
             return whole(q, k, v, scale=scale, mask=mask, **options)
         places = _slices(length, k.shape[2], queries, mask)
 
-        def part(place: tuple[int, int, int], q: mx.array, *kv: mx.array) -> mx.array:
-            start, stop, end = place
-            more = {"sinks": kv[2]} if len(kv) > 2 else {}
-            rows = mask[..., start:stop, :end] if isinstance(mask, mx.array) else mask
-            return whole(
-                q[:, :, start:stop],
-                kv[0][:, :, :end],
-                kv[1][:, :, :end],
-                scale=scale,
-                mask=rows,
-                **more,
-            )
+        def part(place: Place, q: mx.array, *kv: mx.array) -> mx.array:
+            start, stop, first, end = place
+            more: dict[str, Any] = {"sinks": kv[2]} if len(kv) > 2 else {}
+            rows = mask[..., start:stop, first:end] if isinstance(mask, mx.array) else mask
+            keys, values = kv[0][:, :, first:end], kv[1][:, :, first:end]
+            return whole(q[:, :, start:stop], keys, values, scale=scale, mask=rows, **more)
 
         inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-        return _by_slices(part, places)(*inputs)
+        result: mx.array = _by_slices(part, places)(*inputs)
+        return result
 
     mx.fast.scaled_dot_product_attention = attention
     try:
@@ -58,40 +53,60 @@ def sliced_attention(slice_bytes: int) -> Iterator[None]:
         mx.fast.scaled_dot_product_attention = whole
 
 
-def _slices(length: int, keys: int, queries: int, mask: Mask) -> list[tuple[int, int, int]]:
-    """First query, the one after the last, and the number of keys that any of them may see."""
+def _slices(length: int, keys: int, queries: int, mask: Mask) -> list[Place]:
+    """The slices of ``queries``, each with the keys that its queries may see."""
     starts = range(0, length, queries)
     stops = [min(start + queries, length) for start in starts]
-    causal = isinstance(mask, str)
-    ends = [keys - length + stop if causal else keys for stop in stops]
-    return list(zip(starts, stops, ends, strict=True))
+    if isinstance(mask, str):
+        seen = [(0, keys - length + stop) for stop in stops]
+    elif mask is None:
+        seen = [(0, keys)] * len(stops)
+    else:
+        seen = [_seen(mask[..., a:b, :], keys) for a, b in zip(starts, stops, strict=True)]
+    return [(a, b, *ends) for a, b, ends in zip(starts, stops, seen, strict=True)]
 
 
-def _by_slices(
-    part: Callable[..., mx.array], places: list[tuple[int, int, int]]
-) -> Callable[..., mx.array]:
+def _seen(rows: mx.array, keys: int) -> tuple[int, int]:
+    """First key that a row of a mask shows, and the one after the last.
+
+    A row that shows none attends to all keys alike, which needs them all.
+    """
+    shown = np.array(rows).reshape(-1, rows.shape[-1])
+    columns = np.flatnonzero(shown.any(axis=0))
+    if rows.shape[-1] != keys or not shown.any(axis=1).all():
+        return 0, keys
+    return int(columns[0]), int(columns[-1]) + 1
+
+
+def _by_slices(part: Callable[..., mx.array], places: list[Place]) -> Any:
     """``part`` over all places, joined, with a backward that recomputes one slice at a time."""
 
-    @mx.custom_function  # type: ignore[untyped-decorator]
-    def attention(*inputs: mx.array) -> mx.array:
-        mx.eval(inputs)
-        outputs = []
+    @mx.custom_function
+    def attention(*inputs: mx.array) -> Any:
+        outputs: list[mx.array] = []
         for place in places:
-            outputs.append(part(place, *inputs))
-            mx.eval(outputs[-1])
+            outputs.append(part(place, *_after(outputs[-1:], inputs)))
         return mx.concatenate(outputs, axis=2)
 
-    @attention.vjp  # type: ignore[untyped-decorator]
+    @attention.vjp
     def backward(
-        inputs: tuple[mx.array, ...], cotangent: mx.array, _: mx.array
+        inputs: tuple[mx.array, ...], cotangent: mx.array, _output: mx.array
     ) -> tuple[mx.array, ...]:
-        mx.eval(inputs, cotangent)
-        total = [mx.zeros_like(x) for x in inputs]
+        total: list[mx.array] = []
         for place in places:
             piece = cotangent[:, :, place[0] : place[1]]
-            _, gradients = mx.vjp(lambda *x, at=place: part(at, *x), list(inputs), [piece])
-            total = [a + b for a, b in zip(total, gradients, strict=True)]
-            mx.eval(total)
+            primals = _after(total, inputs)
+            _, slices = mx.vjp(lambda *x, at=place: part(at, *x), primals, [piece])
+            total = [a + b for a, b in zip(total, slices, strict=True)] if total else [*slices]
         return tuple(total)
 
-    return attention  # type: ignore[no-any-return]
+    return attention
+
+
+def _after(done: list[mx.array], inputs: Sequence[mx.array]) -> list[mx.array]:
+    """``inputs``, the first of which cannot be read before ``done`` is evaluated.
+
+    Evaluating here would not do: inside a transformation MLX keeps what it has evaluated.
+    """
+    first = mx.depends([inputs[0]], done)[0] if done else inputs[0]
+    return [first, *inputs[1:]]

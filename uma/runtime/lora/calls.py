@@ -25,7 +25,7 @@ def intercepted(layers: Sequence[nn.Module], hook: Hook) -> Iterator[None]:
     _HOOKS.append(hook)
     try:
         for layer, own in former:
-            layer.__class__ = _hooked(own)
+            layer.__class__ = _hooked(own)  # type: ignore[arg-type]
         yield
     finally:
         for layer, own in former:
@@ -37,7 +37,7 @@ _HOOKS: list[Hook] = []
 
 
 @cache
-def _hooked(own: type) -> type:
+def _hooked(own: type) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _HOOKS[-1](self, *args, **kwargs)
 

@@ -1,6 +1,7 @@
 """Cross-entropy in slices of positions: the full logits, tokens times vocabulary, never exist."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -33,19 +34,42 @@ def sliced_loss(
     """
     loss = mx.array(0.0)
     total = [mx.zeros_like(p) for p in parameters]
-    chosen = np.flatnonzero(weights)
     gradients = []
-    for start in range(0, len(chosen), rows):
-        rows_here = chosen[start : start + rows]
-        at, label = mx.array(rows_here), mx.array(targets[rows_here])
-        part = _part(logits, at, label, mx.array(weights[rows_here].astype(np.float32)))
+    for at, part in _parts(logits, targets, weights, rows):
         primals = [hidden[at], *parameters]
         (value,), (by_hidden, *by_own) = mx.vjp(part, primals, [mx.array(1.0)])
         loss = loss + value
         total = [a + b for a, b in zip(total, by_own, strict=True)]
         mx.eval(loss, by_hidden, total)
         gradients.append(by_hidden)
-    return loss, _scattered(gradients, chosen, hidden), total
+    return loss, _scattered(gradients, np.flatnonzero(weights), hidden), total
+
+
+def sliced_loss_alone(
+    logits: Logits,
+    hidden: mx.array,
+    parameters: Sequence[mx.array],
+    targets: np.ndarray,
+    weights: np.ndarray,
+    rows: int,
+) -> mx.array:
+    """The loss of ``sliced_loss`` without gradients."""
+    loss = mx.array(0.0)
+    for at, part in _parts(logits, targets, weights, rows):
+        loss = loss + part(hidden[at], *parameters)
+        mx.eval(loss)
+    return loss
+
+
+def _parts(
+    logits: Logits, targets: np.ndarray, weights: np.ndarray, rows: int
+) -> Iterator[tuple[mx.array, Logits]]:
+    """The positions of each slice that weigh anything, and the loss of their hidden vectors."""
+    chosen = np.flatnonzero(weights)
+    for start in range(0, len(chosen), rows):
+        here = chosen[start : start + rows]
+        at, label = mx.array(here), mx.array(targets[here])
+        yield at, _part(logits, at, label, mx.array(weights[here].astype(np.float32)))
 
 
 def _part(logits: Logits, at: mx.array, targets: mx.array, weights: mx.array) -> Logits:
@@ -68,10 +92,12 @@ def _scattered(parts: list[mx.array], chosen: np.ndarray, hidden: mx.array) -> m
 
 def cross_entropy(logits: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
     """The weighted sum of cross-entropies of ``(positions, vocabulary)`` logits, in float32."""
-    return _loss_and_slope(logits, targets, weights)[0]
+    outputs: Any = _loss_and_slope(logits, targets, weights)
+    loss: mx.array = outputs[0]
+    return loss
 
 
-@mx.custom_function  # type: ignore[untyped-decorator]
+@mx.custom_function
 def _loss_and_slope(
     logits: mx.array, targets: mx.array, weights: mx.array
 ) -> tuple[mx.array, mx.array]:
@@ -91,7 +117,7 @@ def _loss_and_slope(
     return loss, slope.astype(logits.dtype)
 
 
-@_loss_and_slope.vjp  # type: ignore[untyped-decorator]
+@_loss_and_slope.vjp
 def _backward(
     inputs: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
 ) -> tuple[mx.array, ...]:

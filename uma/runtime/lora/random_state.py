@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
 
@@ -11,7 +12,8 @@ def random_state() -> int:
 
     A key is two words, the high and the low half of the seed (mlx 0.32.4, ``random.cpp``, ``key``).
     """
-    high, low = mx.random.state[0].tolist()
+    state: Any = mx.random.state
+    high, low = state[0].tolist()
     return int(high) << 32 | int(low)
 
 

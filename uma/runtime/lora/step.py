@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from uma.runtime.lora import attention
 from uma.runtime.lora.loss import cross_entropy
@@ -51,6 +52,13 @@ def loss_and_gradients(
     return loss, tape.gradients
 
 
+def loss_of(model: nn.Module, batch: Batch) -> mx.array:
+    """The loss alone, evaluated: layer by layer and slice by slice too."""
+    with attention.sliced_attention(attention.SLICE_BYTES):
+        tape = Tape(model, mx.array(batch.tokens), record=False)
+        return tape.tail(batch.targets.reshape(-1), batch.weights.reshape(-1), None)
+
+
 def whole_loss_and_gradients(model: nn.Module, batch: Batch) -> tuple[mx.array, Gradients]:
     """The same by one automatic differentiation of the whole model: the definition, and dear."""
 
@@ -59,8 +67,6 @@ def whole_loss_and_gradients(model: nn.Module, batch: Batch) -> tuple[mx.array, 
         flat = logits.reshape(-1, logits.shape[-1])
         targets, weights = (mx.array(x.reshape(-1)) for x in (batch.targets, batch.weights))
         return cross_entropy(flat, targets, weights)
-
-    from mlx.utils import tree_flatten
 
     value, gradients = nn.value_and_grad(model, loss)(model)
     mx.eval(value, gradients)

@@ -1,6 +1,7 @@
 """A forward pass of a model recorded layer by layer, and the way back through it."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from uma.errors import UnsupportedModel
 from uma.runtime.lora.calls import arrays, differentiable, intercepted, own_call, substituted
-from uma.runtime.lora.loss import slice_rows, sliced_loss
+from uma.runtime.lora.loss import slice_rows, sliced_loss, sliced_loss_alone
 from uma.runtime.lora.random_state import at_random_state, random_state
 
 Gradients = dict[str, mx.array]
@@ -38,8 +39,8 @@ class Tape:
     through that is found by running the model with every layer replaced by what it gave.
     """
 
-    def __init__(self, model: nn.Module, tokens: mx.array) -> None:
-        self.model, self.tokens = model, tokens
+    def __init__(self, model: nn.Module, tokens: mx.array, *, record: bool = True) -> None:
+        self.model, self.tokens, self.record = model, tokens, record
         self.layers = list(model.layers)
         self.names = {id(module): name for name, module in model.named_modules()}
         inside = tuple(self.names[id(layer)] + "." for layer in self.layers)
@@ -48,7 +49,7 @@ class Tape:
         self.outside_names = [name for name, _ in outside]
         self.outside = [value for _, value in outside]
         self.gradients: Gradients = {}
-        self.calls: list[_Call | None] = []
+        self.calls: list[Any] = []  # a _Call, or None where nothing is kept
         self.cotangents: dict[int, mx.array] = {}
         self._forward()
 
@@ -69,7 +70,7 @@ class Tape:
             known.update(given, (id(x) for x in arrays(output)))
             begun = begun or id(layer) in trains
             self.calls.append(_Call(layer, (args, kwargs), state, output))
-            if not begun and not glued:
+            if not self.record or not (begun or glued):
                 self.calls[:-1] = [None] * (len(self.calls) - 1)
             return output
 
@@ -98,14 +99,15 @@ class Tape:
         def logits(hidden: mx.array, at: mx.array, *own: mx.array) -> mx.array:
             stand_in = substituted(output, [last], [hidden[None]])
             with intercepted(self.layers, lambda *_, **__: stand_in):
-                return self._with_outside(own, lambda: self.model(tokens[at][None]))[0]
+                found: mx.array = self._with_outside(own, lambda: self.model(tokens[at][None]))
+            return found[0]
 
         hidden = last.reshape(-1, last.shape[-1])
         if rows is None:
             rows = slice_rows(logits(hidden[:1], mx.array([0]), *self.outside).shape[-1])
-        loss, by_hidden, by_own = sliced_loss(
-            logits, hidden, self.outside, targets, weights, rows
-        )
+        if not self.record:
+            return sliced_loss_alone(logits, hidden, self.outside, targets, weights, rows)
+        loss, by_hidden, by_own = sliced_loss(logits, hidden, self.outside, targets, weights, rows)
         self._add(last, by_hidden.reshape(last.shape))
         self.gradients.update(zip(self.outside_names, by_own, strict=True))
         return loss
@@ -147,9 +149,7 @@ class Tape:
             self._add_gradient(f"{prefix}.{name}", gradient)
         return found[len(names) :]
 
-    def _sort(
-        self, inputs: list[mx.array], by_input: list[mx.array]
-    ) -> list[tuple[int, mx.array]]:
+    def _sort(self, inputs: list[mx.array], by_input: list[mx.array]) -> list[tuple[int, mx.array]]:
         """Add the cotangents of earlier outputs; return the others with their place."""
         outputs = {id(a) for call in self.calls[:-1] if call for a in arrays(call.output)}
         glue = []
@@ -183,10 +183,8 @@ class Tape:
                 with intercepted(self.layers, hook):
                     self.model(self.tokens)
 
-            try:
+            with suppress(_Reached):
                 self._with_outside(own, until)
-            except _Reached:
-                pass
             found = differentiable(reached)
             return [found[place] for place in places]
 

@@ -1,0 +1,164 @@
+"""Every figure of docs/compare.md, computed anew; its example is what the command prints."""
+
+import re
+import shlex
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from test_compare import machine, plan_of, subject, tps
+
+from uma.cli import main
+from uma.machine import default_reserve_bytes
+from uma.plan.compare import HostProfile
+from uma.plan.compare.discrete import accelerate_plan, llama_cpp_plans
+from uma.plan.compare.parallel import vllm_plan
+from uma.plan.engine_case import EngineCase
+from uma.units import GB, GIB, format_gib
+
+PAGE = (Path(__file__).parent.parent / "docs/compare.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```\n\$ uma ([^\n]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)? (?:GiB|GB/s|GB|%|tokens/s|ms|times)")
+MAC, CARD = "mac-studio-m2-ultra-192", "rtx-4090"
+HOST = HostProfile()
+GIVEN = {"64 GiB", "10 tokens/s", "192 GB"}  # defaults, and what a machine is called
+
+
+def gb(size: float, digits: int = 2) -> str:
+    return f"{size / GB:.{digits}f} GB"
+
+
+def gb_per_s(rate: int | None) -> str:
+    assert rate is not None
+    return f"{rate / GB:,g} GB/s"
+
+
+def per_s(rate: float) -> str:
+    return f"{rate:.1f} tokens/s" if rate >= 1 else f"{rate:.2f} tokens/s"
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def llama_cpp(model: str, card: str, bits: int) -> EngineCase:
+    case = subject(model).other("llama.cpp", bits, machine(card).machine)
+    assert case is not None
+    return case
+
+
+def of_settings(context: int = 8192, **settings: str) -> dict[str, int]:
+    case = llama_cpp("llama-3-8b", CARD, 4)
+    workload = replace(case.workload, context_tokens=context)
+    terms = replace(case, settings=replace(case.settings, **settings)).terms(workload)
+    return {term.name: term.size_bytes for term in terms}
+
+
+def example() -> set[str]:
+    big = subject("llama-3-70b")
+    mac = plan_of("llama-3-70b", MAC, 16)
+    mac_read = big.even_reads(2 * big.architecture.num_parameters).size_bytes(1)
+    card = list(llama_cpp_plans(big, machine(CARD), 4))[-1]
+    case = llama_cpp("llama-3-70b", CARD, 4)
+    way = next(one for one in big.offloads(case) if one.options == card.options)
+    host_read = big.split_reads("Q4_K_M", way)[1].size_bytes(1)
+    two = machine("2xrtx-3090")
+    split = vllm_plan(big, two, 4)
+    assert split is not None
+    large = plan_of("llama-3-70b", "h100", 8)
+    faster = tps(large.prompt) / tps(plan_of("llama-3-70b", MAC, 6).prompt)
+    bandwidth = machine(MAC).machine.bandwidth_bytes_per_s
+    assert bandwidth is not None
+    assert "40 of 80 layers" in PAGE
+    assert way.layers == 40
+    return {
+        gib(mac.device_bytes),
+        gib(mac.budget_bytes),
+        per_s(tps(mac.decode)),
+        gb(mac_read, 1),
+        gb_per_s(bandwidth),
+        f"{1000 * mac_read / bandwidth:.0f} ms",
+        per_s(tps(card.decode)),
+        format_gib(card.host_bytes),
+        gb(host_read, 1),
+        gb_per_s(HOST.bandwidth_bytes_per_s),
+        f"{1000 * host_read / HOST.bandwidth_bytes_per_s:.0f} ms",
+        per_s(tps(next(iter(llama_cpp_plans(big, two, 4))).decode)),
+        per_s(tps(split.decode)),
+        f"{faster:.0f} times",
+    }
+
+
+def claims() -> set[str]:
+    small, big = subject("llama-3-8b"), subject("llama-3-70b")
+    parameters = big.architecture.num_parameters
+    four = small.mlx(4, machine(MAC).machine)
+    assert four is not None
+    whole = replace(
+        machine(CARD), machine=replace(machine(CARD).machine, host_memory_bytes=192 * GIB)
+    )
+    streamed = accelerate_plan(big, whole)
+    assert streamed is not None
+    on_host = list(llama_cpp_plans(big, whole, 16))[-1]
+    mac = machine(MAC, macos=15).machine
+    card, large = machine(CARD).machine, machine("h100").machine
+    assert card.link_bytes_per_s is not None
+    assert large.link_bytes_per_s is not None
+    speeds = [one.bandwidth_bytes_per_s or 0 for one in (card, large, mac)]
+    caches = {kind: of_settings(cache_type_k=kind, cache_type_v=kind) for kind in ("q8_0", "q4_0")}
+    small_case = llama_cpp("llama-2-7b", CARD, 4)
+    short = replace(small_case.workload, context_tokens=2048)
+    of_7b = sum(term.size_bytes for term in small_case.terms(short))
+    return {
+        gb(2 * parameters, 1),
+        gb(2 * small.architecture.num_parameters),
+        gb(llama_cpp("llama-3-8b", CARD, 4).weights.size_bytes),
+        gb(four.plan().form.weights.size_bytes),
+        per_s(tps(streamed.decode)),
+        per_s(tps(on_host.decode)),
+        gb_per_s(card.link_bytes_per_s),
+        gb_per_s(large.link_bytes_per_s),
+        *map(gb_per_s, speeds),
+        f"{speeds[0] / card.link_bytes_per_s:.0f} times",
+        f"{speeds[1] / large.link_bytes_per_s:.0f} times",
+        *(f"{100 * one['kv_cache'] / of_settings()['kv_cache']:.0f} %" for one in caches.values()),
+        *(
+            f"{of_settings(32_768, flash_attn=fa)['activations'] / GIB:.2f} GiB"
+            for fa in ("on", "off")
+        ),
+        gib(mac.limit_bytes),
+        gib(mac.memory_bytes - default_reserve_bytes(mac)),
+        gib(plan_of("grok-1", MAC, 16).device_bytes),
+        gib(plan_of("grok-1", MAC, 4).device_bytes),
+        f"{100 * speeds[2] / speeds[0]:.0f} %",
+        gb(of_7b),
+    }
+
+
+@cache
+def computed() -> set[str]:
+    return example() | claims() | GIVEN
+
+
+def prose() -> str:
+    """The page without what it prints and without what others say."""
+    return re.sub(r'"[^"]*"', "", BLOCK.sub("", PAGE))
+
+
+@pytest.mark.parametrize("figure", sorted(set(FIGURE.findall(prose()))))
+def test_a_figure_of_the_page_is_what_is_computed(figure: str) -> None:
+    assert figure in computed()
+
+
+def test_grok_1_runs_in_3_bits_and_in_no_more() -> None:
+    runs = {bits: plan_of("grok-1", MAC, bits).runs for bits in (4, 3)}
+    assert runs == {4: False, 3: True}
+
+
+@pytest.mark.parametrize(("command", "shown"), BLOCK.findall(PAGE))
+def test_the_example_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], command: str, shown: str
+) -> None:
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == shown, "python scripts/docs_outputs.py docs/compare.md"

@@ -1,0 +1,152 @@
+"""What `uma compare --emit` writes is what the programs take, and does what the plan says."""
+
+import ast
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from uma.architecture import architecture_from_config
+from uma.cli import main
+from uma.plan.emit.device_map import Device, Module, auto_device_map, modules_of
+
+DATA = Path(__file__).parent / "data"
+CONFIGS = Path(__file__).parent.parent / "uma/data/models"
+MAPS = json.loads((DATA / "device_maps.json").read_text())
+LLAMA_CPP_FLAGS = set((DATA / "llama_cpp_flags.txt").read_text().splitlines()[1:])
+VLLM_FLAGS = set((DATA / "vllm_flags.txt").read_text().splitlines()[1:])
+
+
+def emitted(capsys: pytest.CaptureFixture[str], command: str) -> list[str]:
+    assert main(["compare", *command.split()]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def rooms_of(limits: dict[str, int]) -> dict[Device, int]:
+    return {int(name) if name.isdigit() else name: room for name, room in limits.items()}
+
+
+@pytest.mark.parametrize(
+    "recorded", MAPS["maps"], ids=lambda one: f"{one['model']}-{one['limits']}"
+)
+def test_modules_are_placed_as_accelerate_places_them(recorded: dict[str, Any]) -> None:
+    config = json.loads((CONFIGS / f"{recorded['model']}.json").read_text())
+    architecture = architecture_from_config(config)
+    found = auto_device_map(
+        modules_of(architecture),
+        rooms_of(recorded["limits"]),
+        tied_head=architecture.tie_word_embeddings,
+    )
+    assert found == recorded["device_map"]
+
+
+def test_the_recorded_maps_are_of_llama_of_experts_and_of_a_tied_head() -> None:
+    models = {one["model"].split("__")[1][:8] for one in MAPS["maps"]}
+    assert {"Meta-Lla", "Qwen3-30", "gemma-3-"} <= models
+    places = {frozenset(map(str, one["device_map"].values())) for one in MAPS["maps"]}
+    assert frozenset({"0", "cpu", "disk"}) in places
+    assert MAPS["tiny"]["max_abs_error"] < 1e-5
+    assert "disk" in MAPS["tiny"]["device_map"].values()
+
+
+def test_the_first_card_keeps_room_for_the_largest_layer_that_is_left() -> None:
+    layers = tuple(Module(f"model.layers.{index}", 10) for index in range(4))
+    found = auto_device_map([Module("model", 40, layers)], {0: 30, "cpu": 100})
+    assert [found[f"model.layers.{index}"] for index in range(4)] == [0, 0, "cpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "llama-3-70b --machine rtx-4090",
+        "llama-3-70b --machine 2xrtx-3090 --concurrency 2",
+        "qwen3-30b-a3b --machine rtx-4060-8gb",
+        "llama-3.1-8b --machine mac-studio-m2-ultra-192",
+    ],
+)
+def test_llama_cpp_knows_every_flag(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    *comments, line = emitted(capsys, f"{command} --emit llama.cpp")
+    assert all(comment.startswith("# ") for comment in comments)
+    arguments = shlex.split(line)
+    flags = {word for word in arguments if word.startswith("-") and not word[1:].isdigit()}
+    assert arguments[0] == "llama-server"
+    assert {"-m", "-ngl", "-c", "-np"} <= flags <= LLAMA_CPP_FLAGS
+    for flag in flags & {"-ngl", "-c", "-ncmoe", "-sm"}:
+        assert any(comment.startswith(f"# {flag} ") for comment in comments)
+
+
+def test_llama_cpp_has_a_context_for_each_request(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "llama-3.1-8b --machine h100 --context 4096 --concurrency 3 --emit llama.cpp"
+    arguments = shlex.split(emitted(capsys, command)[-1])
+    assert arguments[arguments.index("-c") + 1] == "12288"
+    assert arguments[arguments.index("-np") + 1] == "3"
+
+
+def test_layers_on_the_host_are_those_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "llama-3-70b", "--machine", "rtx-4090", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plans"][0]
+    arguments = shlex.split(emitted(capsys, "llama-3-70b --machine rtx-4090 --emit llama.cpp")[-1])
+    assert arguments[arguments.index("-ngl") + 1] == plan["options"][1]
+
+
+@pytest.mark.parametrize("machine", ["2xrtx-3090", "8xh100", "rtx-4090"])
+def test_vllm_knows_every_flag(capsys: pytest.CaptureFixture[str], machine: str) -> None:
+    line = emitted(capsys, f"llama-3.1-8b --machine {machine} --emit vllm")[-1]
+    arguments = shlex.split(line)
+    assert arguments[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B-Instruct"]
+    flags = {word for word in arguments if word.startswith("--")}
+    assert {"--max-model-len", "--tensor-parallel-size"} <= flags <= VLLM_FLAGS
+
+
+def test_ones_own_command_is_taken_by_uma_run(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = emitted(capsys, "llama-3.2-1b --machine mac-mini-m4-16 --context 2048 --emit mlx")
+    program, *arguments = shlex.split(lines[-1])
+    assert program == "uma"
+    assert main([*arguments, "--dry-run", "--force"]) == 0
+
+
+def test_a_raised_limit_is_told_before_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "llama-3-70b --machine mac-studio-m1-max-64 --macos 15 --context 12288 --min-bits 5"
+    lines = emitted(capsys, f"{command} --min-tps 1 --emit mlx")
+    assert lines[-4].startswith("sudo sysctl iogpu.wired_limit_mb=")
+    assert "--bits 5" in lines[-1]
+
+
+def test_the_script_for_accelerate_is_python_with_accelerates_own_map(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = "llama-3-70b --machine rtx-4090 --host-ram 192GB --emit accelerate"
+    tree = ast.parse("\n".join(emitted(capsys, command)))
+    assigned = {
+        node.targets[0].id: ast.literal_eval(node.value)  # type: ignore[attr-defined]
+        for node in tree.body
+        if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Call)
+    }
+    rooms, found = assigned["MAX_MEMORY"], assigned["DEVICE_MAP"]
+    config = json.loads((CONFIGS / "meta-llama__Meta-Llama-3-70B-Instruct.json").read_text())
+    architecture = architecture_from_config(config)
+    assert found == auto_device_map(modules_of(architecture), rooms)
+    layer_bytes = 2 * 855_654_400  # q, k, v, o, three of the feed-forward part and two norms
+    held = sum(1 for name, device in found.items() if "layers." in name and device == 0)
+    matrix = 2 * 128_256 * 8192
+    assert held * layer_bytes + 2 * matrix <= rooms[0] < (held + 1) * layer_bytes + 2 * matrix
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("llama-3-70b --machine rtx-4090 --emit mlx", 2, "mlx is for Macs"),
+        ("llama-3-70b --machine mac-studio-m2-ultra-192 --emit vllm", 2, "for cards"),
+        ("llama-3-70b --machine rtx-4060-8gb --emit accelerate", 3, "too much for"),
+        ("gemma-3-27b --machine h100 --emit accelerate", 2, "text and images"),
+        ("llama-3-70b --machine h100 --machine rtx-4090 --emit vllm", 2, "one machine"),
+        ("llama-3-70b --machine h100 --emit vllm --json", 2, "leave out"),
+    ],
+)
+def test_what_cannot_be_emitted_says_why(
+    capsys: pytest.CaptureFixture[str], command: str, code: int, said: str
+) -> None:
+    assert main(["compare", *command.split()]) == code
+    assert said in capsys.readouterr().err

@@ -1,0 +1,174 @@
+"""What a data set holds and what training on it would lose: the content of ``uma lora check``."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from uma.dataset.batches import batch_plan, padding_share
+from uma.dataset.examples import Encoder, Example, Fitted, Overlong, example_of, fit
+from uma.dataset.rows import DataError, Problem, Row, read_rows
+from uma.frozen import dataclass
+
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One file: its rows, what is wrong, and its examples as training would take them."""
+
+    name: str
+    path: Path
+    formats: dict[str, int]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    examples: tuple[Example, ...]
+    fitted: Fitted
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(e.tokens) for e in self.examples)
+
+    @property
+    def supervised_tokens(self) -> int:
+        return sum(e.targets for e in self.fitted.examples)
+
+    @property
+    def roles(self) -> dict[str, int]:
+        total: Counter[str] = Counter()
+        for example in self.examples:
+            total.update(example.roles)
+        return dict(total)
+
+    def padding(self, batch_size: int) -> float:
+        """Share of padding in batches of like length."""
+        lengths = [len(e.tokens) for e in self.fitted.examples]
+        return padding_share(lengths, batch_plan(lengths, batch_size, seed=0, epoch=0))
+
+
+def split_files(folder: Path) -> dict[str, Path]:
+    """``train.jsonl`` and, where they exist, ``valid.jsonl`` and ``test.jsonl``.
+
+    Raises:
+        DataError: If the folder or its training file is missing.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder; give one that holds train.jsonl")
+    files = {name: folder / f"{name}.jsonl" for name in SPLITS}
+    if not files["train"].is_file():
+        found = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
+        raise DataError(f"{folder} has no train.jsonl (it holds {found})")
+    return {name: path for name, path in files.items() if path.is_file()}
+
+
+def check_split(
+    name: str,
+    path: Path,
+    encoder: Encoder,
+    *,
+    mask_prompt: bool,
+    max_seq_length: int,
+    overlong: Overlong,
+    progress: Callable[[int, int], None] | None = None,
+) -> Split:
+    """Read, tokenize and fit one file. Rows that cannot be used are its ``problems``.
+
+    Raises:
+        DataError: If the file holds no rows at all.
+    """
+    found = read_rows(path)
+    examples: list[Example] = []
+    problems = list(found.problems)
+    for n, row in enumerate(found.rows, start=1):
+        try:
+            examples.append(example_of(row, encoder, mask_prompt=mask_prompt))
+        except Exception as error:  # the template's own: any kind
+            problems.append(_refused(row, error))
+        if progress is not None:
+            progress(n, len(found.rows))
+    return Split(
+        name,
+        path,
+        dict(Counter(row.format for row in found.rows)),
+        tuple(sorted(problems, key=lambda p: p.line)),
+        found.notes,
+        tuple(examples),
+        fit(examples, max_seq_length, overlong),
+    )
+
+
+def _refused(row: Row, error: Exception) -> Problem:
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return Problem(row.line, 1, f"the chat template refuses it: {reason}")
+
+
+def duplicates(train: Sequence[Example], other: Sequence[Example]) -> list[tuple[int, int]]:
+    """Lines of ``other`` whose tokens are also in ``train``, with the line there."""
+    lines = {e.tokens: e.line for e in reversed(train)}
+    return [(e.line, lines[e.tokens]) for e in other if e.tokens in lines]
+
+
+def findings(splits: dict[str, Split], batch_size: int) -> list[str]:
+    """What a reader should know before training, a sentence each."""
+    lines: list[str] = []
+    for split in splits.values():
+        lines += [f"{split.path.name}: {note}" for note in split.notes]
+        lines += _losses(split)
+    train = splits["train"]
+    for split in splits.values():
+        if split is train:
+            continue
+        if same := duplicates(train.examples, split.examples):
+            first = f"line {same[0][0]} is line {same[0][1]} of train.jsonl"
+            lines.append(f"{split.path.name}: {len(same)} rows are also trained on ({first})")
+        if len(split.fitted.examples) < batch_size:
+            lines.append(
+                f"{split.path.name}: {len(split.fitted.examples)} rows, fewer than the batch of "
+                f"{batch_size}: evaluated in one smaller batch (mlx_lm stops)"
+            )
+    if "valid" not in splits:
+        lines.append("no valid.jsonl: nothing will tell when the model begins to learn by heart")
+    return lines
+
+
+def _losses(split: Split) -> list[str]:
+    lines, fitted, name = [], split.fitted, split.path.name
+    if fitted.overlong_lines:
+        share = fitted.lost_tokens / split.tokens
+        lines.append(
+            f"{name}: {len(fitted.overlong_lines)} rows are too long (first: line "
+            f"{fitted.overlong_lines[0]}); {fitted.lost_tokens:,} tokens lost ({share:.1%})"
+            + (f", and the end of {fitted.lost_ends} rows" if fitted.lost_ends else "")
+        )
+    if fitted.unsupervised_lines:
+        shown = ", ".join(map(str, fitted.unsupervised_lines[:10]))
+        more = " ..." if len(fitted.unsupervised_lines) > 10 else ""
+        lines.append(
+            f"{name}: {len(fitted.unsupervised_lines)} rows have nothing to predict and are "
+            f"dropped: lines {shown}{more}"
+        )
+    if lost := sum(e.unsupervised_turns for e in split.examples):
+        lines.append(
+            f"{name}: {lost} assistant turns are rendered otherwise inside a longer chat, and "
+            "are not supervised"
+        )
+    return lines
+
+
+def require_examples(split: Split) -> tuple[Example, ...]:
+    """The examples of a file without problems, at least one.
+
+    Raises:
+        DataError: With the first problem and the expected formats.
+    """
+    from uma.dataset.rows import expected_schemas
+
+    if split.problems:
+        first, count = split.problems[0], len(split.problems)
+        more = f" (and {count - 1} more; uma lora check lists them)" if count > 1 else ""
+        raise DataError(
+            f"{split.path}:{first.line}:{first.column}: {first.text}{more}; "
+            f"each line is one of:\n{expected_schemas()}"
+        )
+    if not split.fitted.examples:
+        raise DataError(f"{split.path} has no row with anything to predict")
+    return split.fitted.examples

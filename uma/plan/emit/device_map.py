@@ -1,0 +1,150 @@
+"""Where accelerate puts the modules of a model: its ``device_map="auto"``, from shapes alone.
+
+What is placed are whole decoder layers and the modules around them, first to last, on the first
+card until it is full, on the next, in the host's memory, on disk. The first card and the host keep
+room for the largest layer that is still to be placed, into which offloaded ones are copied
+(accelerate 1.15, ``utils/modeling.py``, ``infer_auto_device_map``). A script that compares this
+with accelerate itself is ``scripts/check_torch_device_map.py``.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from uma.architecture.layers import Architecture, Attention, Parameter
+from uma.errors import UnsupportedModel
+from uma.frozen import dataclass
+
+Device = int | str
+
+# model_type of transformers 5.24 whose causal language model is model.{embed_tokens, layers, norm,
+# rotary_emb} and lm_head.
+FAMILIES = frozenset(
+    {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "phi3", "gemma"}
+    | {"gemma2", "gemma3", "gemma3_text"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module with its bytes, and the modules in it that it may be split into."""
+
+    name: str
+    size_bytes: int
+    children: "tuple[Module, ...]" = ()
+
+
+def modules_of(architecture: Architecture, bytes_each: int = 2) -> tuple[Module, ...]:
+    """The modules of transformers' causal language model with numbers of ``bytes_each`` bytes.
+
+    Raises:
+        UnsupportedModel: If its modules have other names.
+    """
+    if architecture.model_type not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise UnsupportedModel(
+            f"the modules of {architecture.model_type} in transformers are not known; known: "
+            f"{known}"
+        )
+    layers = tuple(
+        Module(f"model.layers.{index}", bytes_each * _elements(layer.parameters))
+        for index, layer in enumerate(architecture.layers)
+    )
+    matrix = architecture.vocab_size * architecture.hidden_size
+    rest = _elements(architecture.parameters) - matrix
+    head = 0 if architecture.tie_word_embeddings else matrix
+    inner = (
+        Module("model.embed_tokens", bytes_each * matrix),
+        Module("model.layers", sum(layer.size_bytes for layer in layers), layers),
+        Module("model.norm", bytes_each * (rest - head)),
+        Module("model.rotary_emb", bytes_each * _rotary_elements(architecture)),
+    )
+    whole = Module("model", sum(module.size_bytes for module in inner), inner)
+    return whole, Module("lm_head", bytes_each * head)
+
+
+def _elements(parameters: Sequence[Parameter]) -> int:
+    return sum(parameter.size for parameter in parameters)
+
+
+def _rotary_elements(architecture: Architecture) -> int:
+    """Frequencies of each kind of attention, ``inv_freq`` and ``original_inv_freq``."""
+    mixers = [m for layer in architecture.layers for m in layer.mixers if isinstance(m, Attention)]
+    return sum({(m.head_dim, m.sliding_window is None): m.head_dim for m in mixers}.values())
+
+
+def auto_device_map(
+    modules: Sequence[Module], rooms: Mapping[Device, int], *, tied_head: bool = False
+) -> dict[str, Device]:
+    """The device of each module, modules that are together on one as one.
+
+    ``rooms`` are bytes by device in the order in which they are filled: cards by number, then
+    ``"cpu"``. What has room on none of them is on ``"disk"``. A tied head goes with the embeddings.
+    """
+    devices = [*rooms, "disk"]
+    keep_room = {devices[0], "cpu"}
+    queue, placed = deque(modules), dict[str, Device]()
+    used = where = 0
+    largest = _largest(queue)
+    while queue:
+        module = queue.popleft()
+        largest = largest.without(module.name)
+        if not largest.names:
+            largest = _largest(queue)
+        device = devices[where]
+        room = rooms.get(device)
+        if room is not None and device in keep_room:
+            room -= largest.size_bytes
+        if room is None or used + module.size_bytes <= room:
+            used += module.size_bytes
+            placed[module.name] = device
+            if tied_head and module.name == "model.embed_tokens":
+                placed["lm_head"] = device
+                queue = deque(m for m in queue if m.name != "lm_head")
+        elif module.children:
+            queue.extendleft(reversed(module.children))
+            largest = _largest(queue)
+        else:
+            queue.appendleft(module)
+            used, where = 0, where + 1
+    return _joined(modules, placed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Largest:
+    """The size of the largest layers of those to be placed, and their names."""
+
+    size_bytes: int
+    names: frozenset[str]
+
+    def without(self, name: str) -> "_Largest":
+        left = {n for n in self.names if n != name and not n.startswith(f"{name}.")}
+        return _Largest(self.size_bytes, frozenset(left))
+
+
+def _largest(modules: Sequence[Module] | deque[Module]) -> _Largest:
+    leaves = [leaf for module in modules for leaf in _leaves(module)]
+    size = max((leaf.size_bytes for leaf in leaves), default=0)
+    return _Largest(size, frozenset(leaf.name for leaf in leaves if leaf.size_bytes == size))
+
+
+def _leaves(module: Module) -> Iterator[Module]:
+    if not module.children:
+        yield module
+    for child in module.children:
+        yield from _leaves(child)
+
+
+def _joined(modules: Sequence[Module], placed: Mapping[str, Device]) -> dict[str, Device]:
+    """One entry for all that is on one device."""
+    found: dict[str, Device] = {}
+    for module in modules:
+        if module.name in placed:
+            found[module.name] = placed[module.name]
+            continue
+        inner = _joined(module.children, placed)
+        alike = set(inner.values())
+        found |= {module.name: alike.pop()} if len(alike) == 1 else inner
+    everywhere = set(found.values())
+    if any(module.name == "lm_head" for module in modules) and len(everywhere) == 1:
+        return {"": everywhere.pop()}
+    return found
