@@ -120,6 +120,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(
     terminal = Terminal(model, "--context", 4000, home=tmp_path)
     terminal.until(">>> ")
     terminal.type("Hello\n")
+    terminal.until("Hello")  # before that, the terminal drops what was typed with the signal
     time.sleep(seconds)
     terminal.type("\x03")
     told = terminal.until(">>> ")

@@ -128,7 +128,15 @@ def test_an_option_that_is_given_once_takes_no_list(
     monkeypatch.setenv("UMA_CONFIG_DIR", str(tmp_path))
     (tmp_path / "config.toml").write_text("context = [1, 2]\n")
     assert main(["run", "llama-3-8b", "--dry-run"]) == 2
-    assert "context takes one value" in capsys.readouterr().err
+    assert "context in config.toml takes one value" in capsys.readouterr().err
+
+
+def test_a_value_that_nobody_typed_is_named_by_where_it_stands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UMA_CONTEXT", "many")
+    assert main(["run", "llama-3-8b", "--dry-run"]) == 2
+    assert capsys.readouterr().err.startswith("uma: UMA_CONTEXT: 'many' is not a valid int")
 
 
 def test_a_file_nested_without_end_is_refused(tmp_path: Path) -> None:

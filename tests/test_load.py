@@ -329,7 +329,7 @@ DAMAGE: dict[str, tuple[Any, type[UmaError], str]] = {
     "config is not JSON": (
         lambda f: (f / "config.json").write_text("{"),
         CheckpointError,
-        "cannot be built",
+        "is not JSON",
     ),
     "no weights": (
         lambda f: (f / "model.safetensors").unlink(),
@@ -349,7 +349,7 @@ DAMAGE: dict[str, tuple[Any, type[UmaError], str]] = {
     "another shape": (
         lambda f: break_config(f, hidden_size=128),
         CheckpointError,
-        "cannot be built",
+        "not those of its config",
     ),
     "more layers than weights": (
         lambda f: break_config(f, num_hidden_layers=5),

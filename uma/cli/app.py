@@ -83,15 +83,32 @@ def _defaults(one: Any, settings: dict[str, str | list[str]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for option in _options(one):
         name = str(option.name)
-        value = os.environ.get(f"UMA_{name.upper()}") or settings.get(name)
-        if value:
-            many = getattr(option, "multiple", False)
-            if isinstance(value, list) and not many:
-                raise UsageError(f"config.toml: {name.replace('_', '-')} takes one value")
-            values[name] = [value] if many and not isinstance(value, list) else value
+        variable = f"UMA_{name.upper()}"
+        given = os.environ.get(variable)
+        if value := given or settings.get(name):
+            source = variable if given else f"{name.replace('_', '-')} in config.toml"
+            values[name] = _value(option, value, source)
     for name, sub in getattr(one, "commands", {}).items():
         values[name] = _defaults(sub, settings)
     return values
+
+
+def _value(option: Any, value: str | list[str], source: str) -> str | list[str]:
+    """The value as typer takes it.
+
+    Raises:
+        UsageError: If the option does not take it; nobody typed it, so its ``source`` is named.
+    """
+    many = getattr(option, "multiple", False)
+    if isinstance(value, list) and not many:
+        raise UsageError(f"{source} takes one value")
+    texts = value if isinstance(value, list) else [value]
+    for text in texts:
+        try:
+            option.type.convert(text, option, None)
+        except Exception as error:  # of typer's own copy of click, or of an option's own parser
+            raise UsageError(f"{source}: {getattr(error, 'message', error)}") from None
+    return texts if many else value
 
 
 def _options(one: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """Load a model layer by layer, in the form asked for: as stored, quantized, or float32."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,6 +116,8 @@ def open_model(folder: Path, trust_remote_code: bool = False) -> tuple[Any, dict
         raise CheckpointError(
             f"{folder} has no model*.safetensors; download the weights or convert the model first"
         ) from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"config.json in {folder} is not JSON: {error}") from error
     except ValueError as error:
         raise _refusal(folder, str(error)) from error
     except (KeyError, TypeError, AttributeError) as error:
