@@ -22,12 +22,14 @@ from uma.paths import cache_folder
 from uma.runtime.blas import prepare_cpu
 
 VOCABULARY, LENGTH, ROWS = 131_072, 2_048, 2
+SMALL_VOCABULARY = 8_192
 _SMALL = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 1024}
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("full", _SMALL | _HEADS | {"num_hidden_layers": 6}),
     "sliding": ("sliding", _SMALL | _HEADS | {"sliding_window": 512}),
     "experts": ("moe", _SMALL | _HEADS | {"moe_intermediate_size": 512}),
+    "layers": ("full", _SMALL | _HEADS | {"num_hidden_layers": 12, "vocab_size": SMALL_VOCABULARY}),
     "recurrent": ("recurrent", {"vocab_size": VOCABULARY}),
 }
 ADAPTER = {"rank": 8, "scale": 20.0, "dropout": 0.0}
@@ -152,21 +154,60 @@ def measured(kind: str, length: int, turns: int) -> dict[str, Any]:
     }
 
 
+def packing(examples: int) -> dict[str, Any]:
+    """Real tokens for a second of the processor, and the loss, of short examples: apart and packed.
+
+    Seconds of the processor, since another program may take a core meanwhile. The vocabulary is small: the head passes no padding over in either case.
+    """
+    import mlx.core as mx
+    import numpy as np
+
+    from uma.dataset.batches import batch_plan
+    from uma.dataset.examples import Example
+    from uma.runtime.lora.step import loss_and_gradients
+    from uma.runtime.lora.train import batch_of, inputs_of, targets_of, units_of
+
+    model = adapted_model("layers")
+    rng = np.random.default_rng(0)
+    rows = [
+        Example(n, tuple(rng.integers(3, SMALL_VOCABULARY, length).tolist()), (True,) * length, {})
+        for n, length in enumerate(rng.integers(6, 21, examples).tolist())
+    ]
+    found: dict[str, Any] = {"examples": examples, "tokens_per_example": "6 to 20"}
+    # Apart, packed, and apart again: the machine may have become slower or faster meanwhile.
+    for name, pack_tokens, batch_size in (("apart", None, 4), ("packed", 512, 1)) * 2:
+        units = units_of(rows, pack_tokens)
+        total, tokens, start = 0.0, 0, time.process_time()
+        for batch in batch_plan(list(map(inputs_of, units)), batch_size, seed=0, epoch=0):
+            chosen = [units[n] for n in batch]
+            loss, _ = loss_and_gradients(model, batch_of(chosen, 1.0))
+            total, tokens = total + loss.item(), tokens + targets_of(chosen)
+        mx.synchronize()
+        rate = tokens / (time.process_time() - start)
+        found.setdefault(f"{name}_tokens_per_cpu_s", []).append(round(rate, 1))
+        found[f"{name}_loss"] = total / tokens
+    rates = (found["packed_tokens_per_cpu_s"], found["apart_tokens_per_cpu_s"])
+    found["speedup"] = round(min(a / b for a, b in zip(*rates, strict=True)), 2)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kinds", nargs="*", default=[])
     parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--packing", type=int, metavar="EXAMPLES", help="This comparison alone.")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     blas = prepare_cpu(cache_folder())
     import mlx.core as mx
     import mlx_lm
 
-    rows = []
-    for kind in options.kinds or KINDS:
+    rows: list[dict[str, Any]] = [packing(options.packing)] if options.packing else []
+    for kind in options.kinds or ([] if options.packing else [k for k in KINDS if k != "layers"]):
         rows.append(measured(kind, options.length, options.turns))
-        print(json.dumps(rows[-1]), flush=True)
+    for row in rows:
+        print(json.dumps(row), flush=True)
     if options.output:
         versions = {"mlx": mx.__version__, "mlx_lm": mlx_lm.__version__, "blas": blas.name}
         document = {"versions": versions, "backend": "cpu", "rows": rows}

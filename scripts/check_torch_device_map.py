@@ -98,7 +98,8 @@ def run_tiny() -> dict[str, Any]:
     modules = modules_of(architecture_from_config(TINY), 4)
     layer = modules[0].children[1].children[0].size_bytes
     embeddings = modules[0].children[0].size_bytes
-    device_map = auto_device_map(modules, {"cpu": embeddings * 2 + 3 * layer})
+    rooms = {"cpu": embeddings * 2 + 3 * layer}
+    device_map = auto_device_map(modules, rooms)
     config = transformers.LlamaConfig(**{k: v for k, v in TINY.items() if k != "model_type"})
     torch.manual_seed(0)
     whole = transformers.LlamaForCausalLM(config).eval()
@@ -107,7 +108,11 @@ def run_tiny() -> dict[str, Any]:
         whole.save_pretrained(folder)
         expected = whole(tokens).logits
         parts = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, device_map=device_map, offload_folder=f"{folder}/offload", dtype=torch.float32
+            folder,
+            dtype=torch.float32,
+            device_map=device_map,
+            max_memory=rooms,
+            offload_folder=f"{folder}/offload",
         )
         found = parts(tokens).logits
     error = float((found - expected).abs().max())

@@ -1,11 +1,13 @@
 """Plans of `uma compare`: golden decisions with their arithmetic, and advice it must not give."""
 
+import csv
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from uma.architecture import architecture_from_config
+from uma.catalog import DATA
 from uma.checkpoint.source import locate
 from uma.machine.named import machine_named
 from uma.plan.compare import (
@@ -59,6 +61,13 @@ def plan_of(model: str, name: str, bits: int, macos: int | None = None) -> Plan:
     if one.discrete:
         return next(iter(llama_cpp_plans(subject(model), one, bits)))
     return unified_plans(subject(model), one, bits, "mlx")[0]
+
+
+def llama_cpp_read(model: str, bits: int = 4) -> float:
+    """Bytes that one token reads of the weights in llama.cpp's usual format of that width."""
+    case = subject(model).other("llama.cpp", bits, machine("rtx-4090").machine)
+    assert case is not None
+    return subject(model).reads(case).size_bytes(1)
 
 
 def tps(rate: Rate | NotKnown) -> float:
@@ -144,7 +153,7 @@ def test_j9_weights_from_the_ssd_are_told_as_what_does_not_fit() -> None:
     assert plan is not None
     assert plan.verdict == "exceeds"
     assert isinstance(plan.decode, Rate)
-    read = subject("llama-3-70b").gguf_reads("F16").size_bytes(1)
+    read = llama_cpp_read("llama-3-70b", 16)
     assert plan.decode.low == plan.decode.best == pytest.approx(7.4 * GB / read)
     assert plan.decode.low < plan.decode.high < 0.2
     found = best_plan(subject("llama-3-70b"), mac, Wanted(min_bits=16))
@@ -173,6 +182,18 @@ def machine_with_limit(mac: Candidate, value: int) -> Candidate:
     return replace(mac, machine=replace(mac.machine, limit_bytes=value * MIB))
 
 
+def test_one_buffer_above_the_devices_maximum_is_short_of_that() -> None:
+    mac = machine("mac-studio-m2-ultra-192")
+    small = replace(mac, machine=replace(mac.machine, max_buffer_bytes=GIB // 2))
+    plan = unified_plans(subject("llama-3.1-8b"), small, 16, "mlx")[0]
+    matrix = 2 * 128_256 * 4096  # embeddings
+    assert plan.verdict == "exceeds"
+    assert (plan.short_bytes, plan.short_of) == (
+        matrix - GIB // 2,
+        "the largest buffer, 512.0 MiB",
+    )
+
+
 def test_a_limit_that_would_take_the_systems_reserve_is_not_raised() -> None:
     mac = machine("mac-studio-m1-max-64", macos=15)
     (resident,) = unified_plans(subject("llama-3-70b", 12_288), mac, 6, "mlx")
@@ -187,7 +208,7 @@ def test_layers_on_the_host_take_at_least_the_time_of_reading_them_there() -> No
     _, plan = llama_cpp_plans(subject("llama-3-70b"), machine("rtx-4090"), 4)
     layers = 80 - (int(plan.options[1]) - 1)
     assert plan.options[0] == "-ngl"
-    read = subject("llama-3-70b").gguf_reads("Q4_K_M").size_bytes(1) * layers / 81
+    read = llama_cpp_read("llama-3-70b") * layers / 81
     assert 1 / tps(plan.decode) > read / HOST.bandwidth_bytes_per_s
     slower = replace(machine("rtx-4090"), host_bandwidth_bytes_per_s=45 * GB)
     _, other = llama_cpp_plans(subject("llama-3-70b"), slower, 4)
@@ -207,7 +228,7 @@ def test_parts_of_an_offload_read_together_what_the_whole_model_reads() -> None:
         one = subject(model)
         case = one.other("llama.cpp", 4, machine("rtx-4060-8gb").machine)
         assert case is not None
-        whole = one.gguf_reads("Q4_K_M")
+        whole = one.reads(case)
         for way in (one.offloads(case)[2], one.offloads(case)[-1]):
             device, host = one.split_reads("Q4_K_M", way)
             together = device.size_bytes(1) + host.size_bytes(1)
@@ -245,6 +266,53 @@ def test_layers_go_to_cards_by_their_memory_and_the_head_to_the_last() -> None:
     assert (80 * first, 80 * second) == (65, 15)  # 4 of 5 of 81, the head among the others
 
 
+def rows_of_several_cards() -> set[tuple[str, int, str, bool]]:
+    """Public runs of llama.cpp on cards of one kind: model, bits, machine, whether it ran."""
+    models = {f"{maker}Llama-{name}": f"llama-{name.lower()}" for maker, name in NAMES}
+    widths = {"Q4_K_M": 4, "F16": 16}
+    found = set()
+    with open(DATA / "truth/inference.csv", encoding="utf-8", newline="") as file:
+        for line in csv.DictReader(line for line in file if not line.startswith("#")):
+            known = line["model"] in models and line["quant"] in widths
+            if known and line["engine"].startswith("llama") and line["gpu_count"] > "1":
+                card = line["chip"].removeprefix("NVIDIA ")
+                card += " 80GB" if card.startswith("A100") else ""
+                cards, ran = f"{line['gpu_count']} x {card}", line["outcome"] == "ok"
+                found.add((models[line["model"]], widths[line["quant"]], cards, ran))
+    return found
+
+
+NAMES = (("Meta-", "3-8B"), ("Meta-", "3-70B"), ("", "2-7B"), ("", "2-13B"))
+
+
+def test_what_ran_on_several_cards_runs_and_what_did_not_does_not() -> None:
+    rows = rows_of_several_cards()
+    wrong = set()
+    for model, bits, cards, ran in rows:
+        plan = next(iter(llama_cpp_plans(subject(model, 1024), machine(cards), bits)))
+        if plan.runs != ran:
+            wrong.add((model, bits, cards, plan.verdict))
+    assert len(rows) > 50
+    assert sum(not ran for *_, ran in rows) == 6
+    assert wrong == {("llama-3-70b", 16, "6 x RTX 3090", "tight")}  # 131.9 GiB of 141.8
+
+
+def test_whole_layers_may_not_fit_cards_that_are_large_enough_together() -> None:
+    plan = plan_of("mixtral-8x7b", "2xl40s", 16)
+    layer = 2 * 1_451_270_144  # 8 experts of 3 x 4,096 x 14,336, router, attention, norms
+    assert plan.device_bytes < 2 * 44.6 * GIB
+    assert 17 * layer > 44.6 * GIB  # of 32, the head is the 33rd
+    assert plan.verdict == "exceeds"
+    assert plan.short_of.startswith("the fullest of cards")
+    assert 2 * GIB < plan.short_bytes < 3 * GIB
+
+
+def test_the_last_card_has_the_head_beside_its_layers() -> None:
+    plan = plan_of("gemma-3-27b", "8xrtx-4060-8gb", 16)  # 6 of 62 layers, and a head of 2.8 GB
+    assert plan.device_bytes < 59.9 * GIB
+    assert plan.verdict == "exceeds"
+
+
 def test_two_cards_hold_more_and_are_not_faster_and_tensor_parallel_is() -> None:
     one = plan_of("llama-3-70b", "h100", 4)
     two = plan_of("llama-3-70b", "2xh100", 4)
@@ -269,6 +337,46 @@ def test_heads_are_divided_without_remainder(cards: int, refused: bool) -> None:
     assert (split_refused(subject("llama-3-70b"), cards) is not None) == refused
 
 
+def test_one_head_of_keys_is_repeated_but_heads_of_queries_are_divided() -> None:
+    small = subject("gemma-3-1b")  # 4 heads, 1 of keys
+    assert split_refused(small, 4) is None
+    assert split_refused(small, 8) == "4 attention heads are not divisible by 8 cards"
+
+
+def quantized(model: str, kv_bits: int) -> Subject:
+    whole = subject(model)
+    return Subject(whole.source, whole.architecture, Inference(8192, kv_bits=kv_bits))
+
+
+def test_a_quantized_cache_is_half_as_large_but_for_its_scales() -> None:
+    plan = next(iter(llama_cpp_plans(quantized("llama-3-70b", 8), machine("h100"), 4)))
+    whole = plan_of("llama-3-70b", "h100", 4)
+    saved = LLAMA_70B_CACHE * (1 - 8.5 / 16)
+    assert whole.device_bytes - plan.device_bytes == pytest.approx(
+        saved, rel=0.02
+    )  # the buffer of computation grows by 16 MiB
+    assert tps(plan.decode) > tps(whole.decode)
+    fp8 = vllm_plan(quantized("llama-3-70b", 8), machine("2xh100"), 4)
+    other = vllm_plan(subject("llama-3-70b"), machine("2xh100"), 4)
+    assert fp8 is not None
+    assert other is not None
+    saved = LLAMA_70B_CACHE / 2
+    assert other.device_bytes - fp8.device_bytes == pytest.approx(saved, rel=0.01)
+
+
+def test_mlx_stores_the_scores_of_a_prompt_where_the_cache_is_quantized() -> None:
+    mac = machine("mac-studio-m2-ultra-192")
+    plan = unified_plans(quantized("llama-3-70b", 8), mac, 4, "mlx")[0]
+    assert plan.device_bytes > plan_of("llama-3-70b", "mac-studio-m2-ultra-192", 4).device_bytes
+
+
+def test_an_engine_without_such_a_cache_has_no_plan() -> None:
+    small = quantized("llama-3.1-8b", 4)
+    assert vllm_plan(small, machine("2xh100"), 16) is None
+    assert accelerate_plan(small, machine("h100")) is None
+    assert next(iter(llama_cpp_plans(small, machine("h100"), 16))).runs
+
+
 # The choice.
 
 
@@ -279,6 +387,14 @@ def test_the_least_quantized_plan_that_is_fast_enough_is_taken() -> None:
     assert {plan.bits for plan, _ in found.rejected} == {16, 8}
     for plan, reason in found.rejected:
         assert reason == f"{tps(plan.decode):.1f} tokens/s, {10 - tps(plan.decode):.1f} below 10"
+
+
+def test_of_plans_that_are_all_tight_the_least_quantized_is_taken() -> None:
+    mac = machine("macbook-air-m4-16")
+    busy = replace(mac, machine=replace(mac.machine, available_bytes=3 * GIB))
+    found = best_plan(subject("llama-3.1-8b"), busy, Wanted(min_tps=1)).plan
+    assert found is not None
+    assert (found.verdict, found.bits) == ("tight", 8)
 
 
 def test_where_nothing_is_fast_enough_the_fastest_is_taken() -> None:
@@ -335,9 +451,37 @@ def test_each_of_several_requests_has_to_be_fast_enough() -> None:
     assert many.bits < alone.bits
 
 
+def test_a_quantized_repository_of_mlx_is_not_widened_on_a_mac() -> None:
+    source = locate("mlx-community/Meta-Llama-3-8B-Instruct-4bit")
+    stored = Subject(source, subject("llama-3-8b").architecture, Inference(8192))
+    found = best_plan(stored, machine("mac-mini-m4-16"), WANTED).plan
+    assert found is not None
+    assert (found.engine, found.bits) == ("mlx", 4)
+
+
+def test_a_model_that_mlx_lm_has_no_module_for_runs_under_llama_cpp_on_a_mac() -> None:
+    model = subject("llama-3.1-8b")
+    other = replace(model, architecture=replace(model.architecture, module=None), known={})
+    found = best_plan(other, machine("mac-studio-m2-ultra-192"), WANTED).plan
+    assert found is not None
+    assert found.engine == "llama.cpp"
+
+
+def test_several_requests_are_planned_under_vllm_too_on_one_card() -> None:
+    def engines(batch: int) -> set[str]:
+        found = best_plan(subject("llama-3.1-8b", batch=batch), machine("h100"), Wanted(min_tps=99))
+        assert found.plan is not None
+        return {found.plan.engine, *(plan.engine for plan, _ in found.rejected)}
+
+    assert "vllm" not in engines(1)
+    assert "vllm" in engines(16)
+
+
 def test_engines_are_planned_where_they_run() -> None:
     small = subject("llama-3.1-8b")
     assert not list(llama_cpp_plans(small, machine("gaudi-3"), 4))
+    assert list(llama_cpp_plans(small, machine("16xh100"), 4))
+    assert not list(llama_cpp_plans(small, machine("17xh100"), 4))
     assert vllm_plan(small, machine("2xrx-7900-xtx"), 16) is None
     assert best_plan(small, machine("mac-studio-m2-ultra-192"), Wanted(engine="vllm")).plan is None
     assert best_plan(small, machine("h100"), Wanted(engine="mlx")).plan is None

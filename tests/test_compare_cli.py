@@ -87,6 +87,13 @@ def test_the_default_is_this_machine_and_twelve_others(capsys: pytest.CaptureFix
     assert kinds.count("unified") == kinds.count("discrete") == 6
 
 
+def test_a_context_beyond_the_models_own_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "compare llama-3-8b --machine h100 --machine mac-studio-m2-ultra-192 --context"
+    said = "the model was made for 8,192 tokens of context"
+    assert all(said in plan["notes"] for plan in document(capsys, f"{command} 8193")["plans"])
+    assert not any(said in plan["notes"] for plan in document(capsys, f"{command} 8192")["plans"])
+
+
 def test_a_spreadsheet_has_a_line_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED.split(), "--csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
@@ -100,6 +107,7 @@ def test_a_spreadsheet_has_a_line_a_machine(capsys: pytest.CaptureFixture[str]) 
     [
         ("compare llama-3-70b --machine rtx-4060-8gb --host-ram 16GB", 3, ""),
         ("compare llama-3-70b --machine nonsense-*", 2, "uma machines"),
+        ("compare llama-3-70b --machine 2xmac-*", 2, "only graphics cards are counted"),
         ("compare no-such-model --machine h100", 2, "no model is called"),
         ("compare llama-3-70b --machine h100 --csv --json", 2, "one of them"),
         ("compare llama-3-70b --machine h100 --all", 2, "leave out"),

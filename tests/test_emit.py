@@ -64,6 +64,7 @@ def test_the_first_card_keeps_room_for_the_largest_layer_that_is_left() -> None:
         "llama-3-70b --machine 2xrtx-3090 --concurrency 2",
         "qwen3-30b-a3b --machine rtx-4060-8gb",
         "llama-3.1-8b --machine mac-studio-m2-ultra-192",
+        "llama-3.1-8b --machine rtx-4090 --kv-bits 8",
     ],
 )
 def test_llama_cpp_knows_every_flag(capsys: pytest.CaptureFixture[str], command: str) -> None:
@@ -73,7 +74,8 @@ def test_llama_cpp_knows_every_flag(capsys: pytest.CaptureFixture[str], command:
     flags = {word for word in arguments if word.startswith("-") and not word[1:].isdigit()}
     assert arguments[0] == "llama-server"
     assert {"-m", "-ngl", "-c", "-np"} <= flags <= LLAMA_CPP_FLAGS
-    for flag in flags & {"-ngl", "-c", "-ncmoe", "-sm"}:
+    assert ("-ctk" in flags) == ("--kv-bits" in command)
+    for flag in flags & {"-ngl", "-c", "-ncmoe", "-sm", "-ctk", "-ctv"}:
         assert any(comment.startswith(f"# {flag} ") for comment in comments)
 
 
@@ -91,7 +93,7 @@ def test_layers_on_the_host_are_those_of_the_plan(capsys: pytest.CaptureFixture[
     assert arguments[arguments.index("-ngl") + 1] == plan["options"][1]
 
 
-@pytest.mark.parametrize("machine", ["2xrtx-3090", "8xh100", "rtx-4090"])
+@pytest.mark.parametrize("machine", ["2xrtx-3090", "8xh100", "rtx-4090 --kv-bits 8"])
 def test_vllm_knows_every_flag(capsys: pytest.CaptureFixture[str], machine: str) -> None:
     line = emitted(capsys, f"llama-3.1-8b --machine {machine} --emit vllm")[-1]
     arguments = shlex.split(line)
@@ -101,7 +103,9 @@ def test_vllm_knows_every_flag(capsys: pytest.CaptureFixture[str], machine: str)
 
 
 def test_ones_own_command_is_taken_by_uma_run(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = emitted(capsys, "llama-3.2-1b --machine mac-mini-m4-16 --context 2048 --emit mlx")
+    lines = emitted(
+        capsys, "llama-3.2-1b --machine mac-mini-m4-16 --context 2048 --kv-bits 8 --emit mlx"
+    )
     program, *arguments = shlex.split(lines[-1])
     assert program == "uma"
     assert main([*arguments, "--dry-run", "--force"]) == 0

@@ -1,14 +1,17 @@
 """The transformers engine against what torch, transformers and bitsandbytes really held."""
 
+import ast
 import csv
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from uma.architecture import architecture_from_config
+from uma.architecture.families import NAMES
 from uma.architecture.layers import Architecture
 from uma.engines import schemes
 from uma.engines import transformers as engine
@@ -239,7 +242,7 @@ def test_a_quantized_cache_is_refused() -> None:
         engine.inference_terms(small(ORACLE[-1]), NOTHING, Inference(kv_bits=8))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", [None, "sdpa", "eager"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_more_context_never_needs_less(name: str, attention: Any) -> None:
     settings = engine.Settings(attn_implementation=attention)
@@ -262,3 +265,33 @@ def test_chunks_of_the_prompt_bound_the_activations() -> None:
 
 def test_hopper_cards_have_the_larger_workspace() -> None:
     assert engine.CUBLAS_WORKSPACE_HOPPER == 32 * MIB > engine.CUBLAS_WORKSPACE
+
+
+def test_the_models_that_are_eager_by_default_are_those_whose_classes_have_no_sdpa() -> None:
+    """``_supports_sdpa`` in the sources of the transformers that is installed, without torch."""
+    models = Path(find_spec("transformers").origin).parent / "models"  # type: ignore[union-attr, arg-type]
+    eager, checked = set(), set()
+    for name in {*NAMES, "gemma3", "bloom", "mpt"}:
+        source = models / name / f"modeling_{name}.py"
+        if not source.is_file():
+            continue
+        for node in ast.parse(source.read_text()).body:
+            if isinstance(node, ast.ClassDef) and "PreTrainedModel" in map(ast.unparse, node.bases):
+                checked.add(name)
+                if "_supports_sdpa = True" not in map(ast.unparse, node.body):
+                    eager.add(name)
+    assert len(checked) > 60
+    assert eager - {"mamba", "mamba2", "falcon_mamba"} == engine.EAGER_BY_DEFAULT
+
+
+def test_the_cache_of_decode_is_of_its_last_token_and_the_prompts_surplus_apart() -> None:
+    """gemma-3-12b at 128k: 8 full layers, 40 of window 1,024, which hold the prompt until then."""
+    model = catalog("google__gemma-3-12b-it")
+    tokens, row = 131072, 2 * 8 * 256 * 2
+    terms = engine.inference_terms(model, NOTHING, Inference(tokens, tokens - 2))
+    found = {t.name: t for t in terms if t.phase == "decode"}
+    held = row * (8 * (tokens - 1) + 40 * 1024)
+    assert found["kv_cache"].size_bytes == held
+    assert found["kv_cache"].basis == "exact"
+    assert found["other"].basis == "bound"
+    assert held + found["other"].size_bytes == row * 48 * (tokens - 2)

@@ -99,6 +99,7 @@ VALUES = {
     "kv_cache_dtype": ["fp8"],
     "gpu_memory_utilization": ["0.8"],
     "requests": ["512+128"],
+    "attn_implementation": ["eager"],
 }
 MACHINES = {"mlx": "m4-max-64", "llama.cpp": "rtx-4090", "vllm": "rtx-4090"}
 

@@ -313,7 +313,7 @@ def test_a_validation_set_smaller_than_a_batch_is_evaluated(base: Path) -> None:
     loss = validation_loss(model, rows, batch_size=8)
     flat = []
     for row in rows:
-        batch = batch_of([row], 1.0)
+        batch = batch_of([[row]], 1.0)
         logits = model(mx.array(batch.tokens)).astype(mx.float32)
         each = nn.losses.cross_entropy(logits, mx.array(batch.targets)) * mx.array(batch.weights)
         flat.append(each.sum().item())

@@ -5,6 +5,8 @@ import re
 import pytest
 
 from uma.catalog import failures
+from uma.cli.app import command
+from uma.cli.commands import COMMANDS
 from uma.measurement.failures import explain
 from uma.units import GIB
 
@@ -174,13 +176,30 @@ def test_any_other_text_is_not_explained(text: str) -> None:
     assert explain(text) is None
 
 
-def test_a_long_log_is_read_at_once() -> None:
+@pytest.mark.parametrize(
+    "piece", ["ggml_metal_x alloc_buffer: ", "ggml_", "sh: ", "greater than ", "\n", "\0"]
+)
+def test_a_long_log_is_read_at_once(piece: str) -> None:
     import time
 
-    log = "ggml_metal_x alloc_buffer: " * 40_000
+    log = piece * (1_000_000 // len(piece))
     began = time.process_time()
     assert explain(log) is None
     assert time.process_time() - began < 2
+
+
+def test_every_command_and_option_that_a_remedy_names_is_there() -> None:
+    named = [
+        (name, options.split())
+        for row in failures()
+        for name, options in re.findall(r"\buma ([a-z]+)((?: --[a-z-]+)*)", row.remedy)
+    ]
+    assert {"run", "estimate", "measure", "compare"} <= {name for name, _ in named}
+    assert "--no-wire" in dict(named)["run"]
+    for name, options in named:
+        assert name in COMMANDS
+        known = {option for parameter in command(name).params for option in parameter.opts}
+        assert set(options) <= known
 
 
 def test_every_row_of_the_table_is_a_cause_with_a_source_and_a_pattern_that_some_text_matches() -> (

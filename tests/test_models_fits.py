@@ -201,6 +201,7 @@ def test_nothing_that_fits_is_exit_code_3(capsys: pytest.CaptureFixture[str]) ->
         ("--fits", "--use", "cooking"),
         ("--fits", "--machine", "no such machine"),
         ("--fits", "--budget", "8"),
+        ("--fits", "--machine", AIR, "--min-tps", "nan"),
     ],
 )
 def test_what_cannot_be_asked_is_a_usage_error(

@@ -207,7 +207,7 @@ def test_two_cards_share_the_model_less_one_context() -> None:
     context = 2 * one.limit_bytes - two.limit_bytes
     assert 100 * MIB < context < 600 * MIB
     assert two.name == "2 x NVIDIA GeForce RTX 4080 SUPER"
-    assert "whole layers" in two.notes[0]
+    assert "are taken off for the contexts of all but the first" in two.notes[0]
 
 
 def test_a_card_of_an_unknown_name_is_still_a_card() -> None:

@@ -63,10 +63,12 @@ def format_gib(size_bytes: int) -> str:
     return f"{sign}{size} B"
 
 
-def printable(text: str) -> str:
+def printable(text: str, kept: str = "\n\t") -> str:
     r"""``text`` with control characters written as ``\x1b``: it may come from a model's file.
 
-    >>> print(printable("a\x1b[31mb"))
-    a\x1b[31mb
+    So are those that turn the direction of writing. What is ``kept`` is not: in a name, nothing.
+
+    >>> print(printable("a\x1b[31mb\u202e"), printable("two\nlines", kept=""))
+    a\x1b[31mb\u202e two\nlines
     """
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)

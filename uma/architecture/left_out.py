@@ -17,6 +17,30 @@ WITHOUT_MTP = ("minimax_m2", "minimax_m3", "minimax_m3_vl")
 PLAIN_MTP = ("glm4_moe", "glm_moe_dsa", "mimo", "qwen3_5", "qwen3_5_moe")
 REPEATED_MTP = ("deepseek_v3", "deepseek_v32")
 
+# How the notes end under MLX, and under other engines: what they do with those parts.
+_NOT_LOADED = "not included: mlx-lm does not load it"
+_DROPPED = "not included: mlx-lm drops them"
+_COUNTED = "counted, not quantized"
+ELSEWHERE: dict[str, dict[str, str]] = {
+    "llama.cpp": {_NOT_LOADED: "not included: it is a file of its own, given as --mmproj"},
+    "transformers": {_NOT_LOADED: _COUNTED},
+    "vllm": {_NOT_LOADED: _COUNTED},
+}
+_SPECULATIVE = "not included: only speculative decoding takes them"
+
+
+def notes_under(engine: str, architecture: Architecture) -> tuple[str, ...]:
+    """``architecture.notes`` in the words of another engine than MLX, without those on mlx-lm."""
+    endings = {_DROPPED: _SPECULATIVE, **ELSEWHERE[engine]}
+    if architecture.vision_parameters is None:  # no engine's term can have it
+        endings[_NOT_LOADED] = "not included"
+    found = []
+    for note in architecture.notes:
+        end = next((words for words in endings if note.endswith(words)), "")
+        if not note.startswith("mlx-lm"):
+            found.append(note.removesuffix(end) + endings.get(end, ""))
+    return tuple(found)
+
 
 def parts_left_out(
     config: Mapping[str, Any],
@@ -62,12 +86,9 @@ def _notes(
     if architecture.module is None:
         yield f"mlx-lm 0.32.2 has no module for {architecture.model_type}"
     if vision != 0:
-        yield f"vision tower of {_counted(vision)} not included: mlx-lm does not load it"
+        yield f"vision tower of {_counted(vision)} {_NOT_LOADED}"
     if layers:
-        yield (
-            f"{layers} layers for multi-token prediction of {_counted(mtp)} not included: "
-            "mlx-lm drops them"
-        )
+        yield f"{layers} layers for multi-token prediction of {_counted(mtp)} {_DROPPED}"
     if filled:
         _, source = class_defaults(str(config.get("model_type")))
         keys = ", ".join(f"{key} {value}" for key, value in sorted(filled.items()))

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UmaError as error:
         print(f"uma: {printable(str(error))}", file=sys.stderr)
         if isinstance(error, StorageError):
-            print("  UMA_CACHE_DIR and UMA_STATE_DIR name other folders", file=sys.stderr)
+            _name_variable(str(error))
         return error.exit_code
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 1
@@ -46,22 +46,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = explain(str(error))
         if found is None:
             raise
-        print(f"uma: {error}\n  {found.text}\n  do: {found.remedy}", file=sys.stderr)
+        print(
+            f"uma: {printable(str(error))}\n  {found.text}\n  do: {found.remedy}", file=sys.stderr
+        )
         return 1
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EPIPE):
             raise
-        _leave_unflushed()
+        leave_unflushed("stdout")
         if error.errno == errno.ENOSPC:
             print("uma: the output's disk is full", file=sys.stderr)
         return 1
     return 0
 
 
-def _leave_unflushed() -> None:
-    """Keep Python from writing the rest of stdout at exit, where it would fail once more."""
+def _name_variable(message: str) -> None:
+    """Say how one of our own folders is moved, if the message is about one."""
+    from uma.paths import cache_folder, state_folder
+
+    for variable, folder in (("UMA_CACHE_DIR", cache_folder()), ("UMA_STATE_DIR", state_folder())):
+        if str(folder) in message:
+            print(f"  {variable} names another folder", file=sys.stderr)
+
+
+def leave_unflushed(stream: str) -> None:
+    """Keep Python from writing the rest of stdout or stderr at exit: it would fail once more."""
     with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), getattr(sys, stream).fileno())
 
 
 def _survive_other_encodings() -> None:

@@ -31,6 +31,7 @@ OWN_OPTIONS: dict[str, tuple[Engine, str]] = {
     "kv_cache_dtype": ("vllm", "kv_cache_dtype"),
     "gpu_memory_utilization": ("vllm", "gpu_memory_utilization"),
     "requests": ("vllm", ""),
+    "attn_implementation": ("transformers", "attn_implementation"),
 }
 
 

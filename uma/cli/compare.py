@@ -58,6 +58,10 @@ def compare(
     concurrency: Annotated[
         int, typer.Option(min=1, help="Requests at once, each with the context.")
     ] = 1,
+    kv_bits: Annotated[
+        Literal["8", "4"] | None,
+        typer.Option(help="Quantize the KV cache: 8 bits, or 4, which vLLM does not have."),
+    ] = None,
     macos: Annotated[
         int | None, typer.Option(min=11, help="Major version of macOS, which sets the GPU limit.")
     ] = None,
@@ -120,7 +124,9 @@ def compare(
     source = _source(chosen_model(context_, model_argument, model))
     wanted = Wanted(min_bits, min_tps, prefer, launch_prices)
     prices = user_prices(price or [])
-    workload = Inference(context, batch_size=concurrency)
+    workload = Inference(
+        context, batch_size=concurrency, kv_bits=None if kv_bits is None else int(kv_bits)
+    )
     if emit is not None:
         named = _candidates(_one(machine, all_), False, host, prices, macos)
         print(_configuration(emit, source, workload, named, wanted))

@@ -18,6 +18,7 @@ from uma.workload import (
 
 FlashAttention = Literal["on", "off", "auto"]
 CacheDtype = Literal["auto", "bfloat16", "fp8"]
+AttnImplementation = Literal["sdpa", "flash_attention_2", "eager"]
 
 
 def estimate(
@@ -83,6 +84,10 @@ def estimate(
             help="vllm: lengths as PROMPT+ANSWER[xTIMES], such as 512+128x9,4096+512: what paged "
             "and contiguous caches hold of them."
         ),
+    ] = None,
+    attn_implementation: Annotated[
+        AttnImplementation | None,
+        typer.Option(help="transformers: kernel of attention. [default: the model's own]"),
     ] = None,
     train: tr.Train = None,
     rank: tr.Rank = DEFAULT_RANK,

@@ -111,6 +111,9 @@ def train(
     max_seq_length: MaxSeqLength = 2048,
     overlong: Overlong = "truncate",
     mask_prompt: MaskPrompt = False,
+    packing: Annotated[
+        bool, typer.Option("--packing", help="Fill rows with several examples, each by itself.")
+    ] = False,
     optimizer: Annotated[
         str, typer.Option(help="adam, adamw, sgd, lion, adafactor, muon.")
     ] = "adam",

@@ -3,7 +3,7 @@
 import json as json_module
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from uma.units import format_gib
 
 if TYPE_CHECKING:
     from uma.dataset.check import Split
-    from uma.dataset.examples import Overlong
+    from uma.dataset.examples import Example, Overlong
     from uma.runtime.load import LoadedModel
     from uma.runtime.lora.adapter import Method
     from uma.runtime.lora.run import Recipe, Result
@@ -42,6 +42,7 @@ class Asked:
     max_seq_length: int
     overlong: "Overlong"
     mask_prompt: bool
+    packing: bool
     optimizer: str
     learning_rate: float
     warmup: int
@@ -125,7 +126,7 @@ def _trained(
             loaded,
             train.fitted.examples,
             valid.fitted.examples if valid else (),
-            _recipe(asked, len(train.fitted.examples)),
+            _recipe(asked, train.fitted.examples),
             asked.adapter_path,
             resume=asked.resume,
             data=_data(asked, splits),
@@ -136,14 +137,16 @@ def _trained(
         return result, stopped()
 
 
-def _recipe(asked: Asked, examples: int) -> "Recipe":
+def _recipe(asked: Asked, examples: "Sequence[Example]") -> "Recipe":
     from uma.runtime.lora.adapter import Adapter
     from uma.runtime.lora.run import Recipe
-    from uma.runtime.lora.train import Course
+    from uma.runtime.lora.train import Course, units_of
 
     iters = asked.iters
+    pack_tokens = asked.max_seq_length if asked.packing else None
     if asked.epochs is not None:
-        iters = asked.epochs * -(-examples // asked.batch_size)
+        rows = len(units_of(examples, pack_tokens))
+        iters = asked.epochs * -(-rows // asked.batch_size)
     return Recipe(
         adapter=Adapter(
             method=asked.fine_tune_type,
@@ -159,6 +162,7 @@ def _recipe(asked: Asked, examples: int) -> "Recipe":
             grad_accumulation_steps=asked.grad_accumulation_steps,
             seed=asked.seed,
             max_grad_norm=asked.max_grad_norm,
+            pack_tokens=pack_tokens,
             steps_per_report=asked.steps_per_report,
             steps_per_eval=asked.steps_per_eval,
             val_batches=asked.val_batches,

@@ -1,9 +1,10 @@
 """``uma measure``: what memory this machine and its processes hold, once, live, or meanwhile."""
 
 import json as json_module
+import math
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -12,6 +13,7 @@ from uma.cli import options as opt
 from uma.cli.app import SETTINGS
 from uma.cli.bandwidth import bandwidth
 from uma.errors import UsageError
+from uma.units import MIB, printable
 
 _BEHIND = "--during measures the command behind --, such as: --during -- python a.py"
 
@@ -92,6 +94,8 @@ def memory(
         raise typer.Exit(_explain(explain, json))
     if during:
         raise typer.Exit(_during(command, json))
+    if math.isnan(interval):  # neither below nor above what typer allows
+        raise UsageError("--interval nan is no number of seconds; give 1 to 3600")
     if watch:
         from uma.cli.watch import watch_memory
 
@@ -121,7 +125,7 @@ def _explain(text: str, json: bool) -> int:
     from uma.report import SCHEMA_VERSION
     from uma.report.measure import explanation_text
 
-    found = explain(sys.stdin.read() if text == "-" else text)
+    found = explain(bounded_text(sys.stdin) if text == "-" else text)
     if json:
         document = {"schema_version": SCHEMA_VERSION, "explanation": found and asdict(found)}
         print(json_module.dumps(document, indent=2))
@@ -132,24 +136,44 @@ def _explain(text: str, json: bool) -> int:
     return 0 if found else 1
 
 
+def bounded_text(file: TextIO | None) -> str:
+    """A text of 2 MiB at most: of a longer file the first and the last MiB (in characters).
+
+    A failure stands at the end of a log, or at the beginning of those it caused. Without a stdin
+    there is no file.
+    """
+    if file is None:
+        return ""
+    first, last, left_out = file.read(MIB), "", False
+    while block := file.read(MIB):
+        last += block
+        left_out |= len(last) > MIB
+        last = last[-MIB:]
+    return first + ("\n" if left_out else "") + last
+
+
 def _during(command: list[str], json: bool) -> int:
     """Run a command; its own streams stay its own, except that --json keeps stdout for itself."""
     from pathlib import PurePath
 
+    from uma.cli import leave_unflushed
     from uma.measurement.command import NOT_EXECUTABLE, NOT_FOUND, measure_command
     from uma.report.measure import record_json, record_text
 
+    program, name = (printable(text, kept="") for text in (command[0], PurePath(command[0]).name))
     try:
         measured = measure_command(command, stdout=sys.stderr if json else None)
     except FileNotFoundError:
-        print(f"uma: {command[0]}: no such command", file=sys.stderr)
+        print(f"uma: {program}: no such command", file=sys.stderr)
         return NOT_FOUND
     except PermissionError:
-        print(f"uma: {command[0]} may not be run", file=sys.stderr)
+        print(f"uma: {program} may not be run", file=sys.stderr)
         return NOT_EXECUTABLE
-    name = PurePath(command[0]).name
     if json:
         print(json_module.dumps(record_json(measured.record, name, measured.status), indent=2))
     else:
-        print(record_text(measured.record, name), file=sys.stderr)
+        try:
+            print(record_text(measured.record, name), file=sys.stderr)
+        except OSError:  # nobody reads it, or its disk is full: the status is the command's still
+            leave_unflushed("stderr")
     return measured.status

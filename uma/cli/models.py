@@ -1,6 +1,7 @@
 """``uma models``: the models that a name means, and those that fit a machine."""
 
 import json as json_module
+import math
 import re
 from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated
@@ -97,6 +98,8 @@ def models(
         return
     from uma.plan.choice import Wanted
 
+    if min_tps is not None and math.isnan(min_tps):
+        raise UsageError("--min-tps nan is not a number")
     wanted = Wanted(
         context_tokens=context,
         engine=engine,

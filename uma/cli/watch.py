@@ -4,13 +4,16 @@ import csv
 import json as json_module
 import os
 import shutil
+import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from uma.errors import StorageError, UsageError
 from uma.measurement.diagnosis import diagnose
@@ -34,24 +37,24 @@ def watch_memory(
     names: list[str],
     top: int,
     interval_s: float,
-    count: int | None,
+    looks: int | None,
     log: Path | None,
     json: bool,
 ) -> None:
-    """Look every ``interval_s`` seconds until Ctrl-C, ``count`` looks, or the processes' end.
+    """Look every ``interval_s`` seconds until Ctrl-C, so many ``looks``, or the processes' end.
 
     Where a look takes more than a fiftieth of that, the looks are further apart.
     """
     history: deque[Snapshot] = deque(maxlen=_KEPT)
     first = read_snapshot(pids, names, largest=top, exact=False)
     with _log(log) as write, _screen(json) as show:
-        due, looks, snapshot, cost = time.monotonic(), 0, first, 0.0
+        due, done, snapshot, cost = time.monotonic(), 0, first, 0.0
         while snapshot.processes or not (pids or names):
             history.append(snapshot)
-            write(log_row(snapshot))
+            write(log_row(snapshot, first.seconds))
             show(history, diagnose(history))
-            looks += 1
-            if looks == count:
+            done += 1
+            if done == looks:
                 return
             due = max(due + max(interval_s, cost / _SHARE), time.monotonic())
             time.sleep(due - time.monotonic())
@@ -66,6 +69,8 @@ def watch_memory(
 def _log(path: Path | None) -> Iterator[Write]:
     """A function that writes a row to the file, of the kind that its name says.
 
+    A file that is there stays as it is: its columns may be others, and its seconds are.
+
     Raises:
         UsageError: If the name ends in neither ``.csv`` nor ``.jsonl``, or the file is there.
         StorageError: If it cannot be written.
@@ -78,13 +83,15 @@ def _log(path: Path | None) -> Iterator[Write]:
     try:
         file = open(path, "x", encoding="utf-8", newline="")  # noqa: SIM115 - closed below
     except FileExistsError:
-        raise UsageError(f"--log {path} is there already; give another name") from None
+        raise UsageError(
+            f"--log {path} is there already; remove it, or --log {_free(path)} is free"
+        ) from None
     except OSError as error:
         raise StorageError(f"--log {path}: {error.strerror}") from None
-    with file:
-        columns: list[str] = []
+    columns: list[str] = []
 
-        def write(row: dict[str, Any]) -> None:
+    def write(row: dict[str, Any]) -> None:
+        try:
             if path.suffix == ".jsonl":
                 file.write(json_module.dumps(row) + "\n")
             else:
@@ -93,8 +100,20 @@ def _log(path: Path | None) -> Iterator[Write]:
                     csv.writer(file).writerow(columns)
                 csv.writer(file).writerow([row.get(column) for column in columns])
             file.flush()
+        except OSError as error:
+            raise StorageError(f"--log {path}: {error.strerror}") from None
 
+    try:
         yield write
+    finally:
+        with suppress(OSError):  # each row was flushed: what is left failed, and was told
+            file.close()
+
+
+def _free(path: Path) -> Path:
+    """A name like ``path`` that no file has, with a number."""
+    names = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 @contextmanager
@@ -106,11 +125,18 @@ def _screen(json: bool) -> Iterator[Show]:
     elif not terminal:
         yield _lines()
     else:
-        print(_ENTER, end="")
+        former = signal.signal(signal.SIGTERM, _end)
         try:
+            print(_ENTER, end="")
             yield _draw
         finally:
             print(_LEAVE, end="", flush=True)
+            signal.signal(signal.SIGTERM, former)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """End by a signal as shells report it, but through each ``finally``: the screen is restored."""
+    raise SystemExit(128 + number)
 
 
 def _lines() -> Show:

@@ -13,7 +13,8 @@ from uma.architecture.layers import (
     Layer,
     Recurrent,
 )
-from uma.engines.mlx_phases import STEPS_IN_FLIGHT, Generation, Moment, chunks, decode, prefill
+from uma.engines.mlx_phases import STEPS_IN_FLIGHT, Generation, Moment, chunks
+from uma.engines.mlx_within import decode_within, prefill_within
 from uma.memory.activations import (
     FLOAT32,
     Call,
@@ -33,6 +34,8 @@ NUM_DRAFT_TOKENS = 3  # generate.py, --num-draft-tokens
 # Kinds of recurrent layers whose temporaries were measured; of others the sizes are only similar.
 MEASURED_RECURRENT = frozenset({"gated_delta", "mamba", "mamba2", "short_conv"})
 
+Known = dict[tuple[str, Inference], Moment]
+
 CPU_SOURCE = "arrays alive together in MLX's order of evaluation"
 METAL_SOURCE = "command buffers in flight, from MLX's source; not run on a Mac"
 
@@ -44,14 +47,23 @@ def inference_terms(
     *,
     backend: Backend = "metal",
     activation_bytes: int = 2,
+    known: Known | None = None,
 ) -> tuple[MemoryTerm, ...]:
     """Every term of one generation, by phase; their sum in a phase is its predicted peak.
 
     ``activation_bytes`` is 4 where the weights were made float32. On the CPU backend evaluation
     stays at these sizes only under a memory limit (``largest_output_bytes``); without one it runs
-    ahead of them. MLX's pool of freed buffers is not among them: its size is a choice of the plan.
+    ahead of them. ``known`` keeps what was worked out for the next workload of the same model in the
+    same form. MLX's pool of freed buffers is not among them: its size is a choice of the plan.
     """
-    run = Generation(architecture, workload, weights.size_bytes, backend, activation_bytes)
+    run = Generation(
+        architecture,
+        workload,
+        weights.size_bytes,
+        backend,
+        activation_bytes,
+        {} if known is None else known,
+    )
     source = METAL_SOURCE if backend == "metal" else CPU_SOURCE
     terms = [weights]
     if run.state_bytes:
@@ -59,7 +71,7 @@ def inference_terms(
         terms.append(MemoryTerm("recurrent_state", states, "exact", "cache.py, ArraysCache"))
     if workload.longest_prompt_tokens > 1:
         terms += _phase_terms("prefill", _prompts(run), source)
-    terms += _phase_terms("decode", decode(run), source)
+    terms += _phase_terms("decode", decode_within(run), source)
     logits = _logits_bytes(architecture.vocab_size, workload.batch_size, activation_bytes)
     terms.append(MemoryTerm("logits", logits, "bound", "generate.py, two steps", "decode"))
     return tuple(terms)
@@ -70,8 +82,9 @@ def _prompts(run: Generation) -> Moment:
     workload = run.workload
     together = min(workload.prefill_batch_size or workload.batch_size, workload.batch_size)
     if together == workload.batch_size:
-        return prefill(run)
-    moment = prefill(replace(run, workload=replace(workload, batch_size=together)))
+        return prefill_within(run)
+    fewer = replace(workload, batch_size=together)
+    moment = prefill_within(replace(run, workload=fewer))
     return Moment(moment.cache_bytes * workload.batch_size // together, moment.transient)
 
 
@@ -116,8 +129,8 @@ def draft_terms(
     more = workload.batch_size * num_draft_tokens * token
     terms = [replace(weights, name="draft_weights")]
     if workload.longest_prompt_tokens > 1:
-        terms.append(_draft_cache("prefill", prefill(run).cache_bytes + run.state_bytes))
-    terms.append(_draft_cache("decode", decode(run).cache_bytes + run.state_bytes))
+        terms.append(_draft_cache("prefill", prefill_within(run).cache_bytes + run.state_bytes))
+    terms.append(_draft_cache("decode", decode_within(run).cache_bytes + run.state_bytes))
     terms.append(MemoryTerm("logits", more, "bound", "tokens to verify", "decode"))
     return tuple(terms)
 

@@ -6,8 +6,8 @@ steps in flight.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import field, replace
 from functools import cached_property
 from itertools import islice
 
@@ -37,13 +37,17 @@ class Moment:
 
 @dataclass(frozen=True)
 class Generation:
-    """A model as it is held, and what is asked of it."""
+    """A model as it is held, and what is asked of it.
+
+    ``known`` are moments of prompts that were worked out, of the same model in the same form.
+    """
 
     architecture: Architecture
     workload: Inference
     weight_bytes: int
     backend: Backend
     activation_bytes: int
+    known: dict[tuple[str, Inference], "Moment"] = field(default_factory=dict)
 
     @cached_property
     def weight_elements(self) -> float:
@@ -143,38 +147,32 @@ def chunks(workload: Inference) -> list[tuple[int, int, int]]:
 
 
 def shorter_ends(workload: Inference) -> list[tuple[int, int, int]]:
-    """Last chunks of prompts that fill the context less, by quarters of a long step.
+    """Last chunks of shorter prompts, by quarters of a long step.
 
     On Metal operations share command buffers by their arrays' sizes, so that a shorter chunk may
-    need more than a longer one: where the prompt is not given, it may be such a one.
+    need more than a longer one.
     """
     step = workload.prefill_step_size
-    if workload.prompt_tokens is not None or step < LONG_STEP:
+    if step < LONG_STEP:
         return []
-    parts = [quarter * step // 4 - 1 for quarter in (1, 2, 3, 4)]
-    found = chunks(workload)
-    ends = dict.fromkeys((*found[:1], *found[-2:]))
-    return [(i, part, cached) for i, tokens, cached in ends for part in parts if part < tokens]
+    index, tokens, cached = chunks(workload)[-1]
+    quarters = (1, 2, 3) if index == 1 else (2,)
+    parts = [quarter * step // 4 - 1 for quarter in quarters]
+    return [(index, part, cached) for part in parts if part < tokens]
 
 
-def prefill(generation: Generation) -> Moment:
-    """The most that a chunk of the prompt needs.
+def prefill(
+    generation: Generation, workload: Inference, ends: Sequence[tuple[int, int, int]] = ()
+) -> Moment:
+    """The most that a chunk of the prompt of ``workload`` needs, or only one of ``ends``.
 
     The caches are the largest that stand after a chunk, and the temporaries what the chunk that
     needs most holds above them: that may be another one, where sliding caches shrink.
     """
-    workload = generation.workload
-    traces = {
-        cache: trace(cache, workload.longest_prompt_tokens, workload.prefill_step_size)
-        for caches in generation.cache_groups
-        for cache in caches
-    }
+    traces = _traces(generation, workload)
     moments = [
         _chunk(generation, traces, index, generation.call(tokens, cached))
-        for index, tokens, cached in (
-            *chunks(workload),
-            *(shorter_ends(workload) if generation.backend == "metal" else ()),
-        )
+        for index, tokens, cached in ends or chunks(workload)
     ]
     most = max(moments, key=lambda moment: moment.total)
     cache = max(moment.cache_bytes for moment in moments)
@@ -184,21 +182,41 @@ def prefill(generation: Generation) -> Moment:
     return Moment(cache, Transient(0, most.total - cache))
 
 
+def prefill_cache_bytes(generation: Generation, workload: Inference) -> int:
+    """The largest caches that stand after a chunk."""
+    traces = _traces(generation, workload)
+    return max((_after(generation, traces, index) for index, *_ in chunks(workload)), default=0)
+
+
+def _traces(generation: Generation, workload: Inference) -> dict[TokenCache, dict[int, Slots]]:
+    return {
+        cache: trace(cache, workload.longest_prompt_tokens, workload.prefill_step_size)
+        for caches in generation.cache_groups
+        for cache in caches
+    }
+
+
+def _after(generation: Generation, traces: dict[TokenCache, dict[int, Slots]], index: int) -> int:
+    return sum(
+        len(layers) * generation.slot_bytes(cache) * traces[cache][index].slots
+        for caches, layers in generation.cache_groups.items()
+        for cache in caches
+    )
+
+
 def _chunk(
     generation: Generation, traces: dict[TokenCache, dict[int, Slots]], index: int, call: Call
 ) -> Moment:
-    after = 0
     grown: dict[int, int] = {}
     for caches, layers in generation.cache_groups.items():
-        size = sum(generation.slot_bytes(c) * traces[c][index].slots for c in caches)
-        after += len(layers) * size
         if index and any(traces[c][index].slots != traces[c][index - 1].slots for c in caches):
+            size = sum(generation.slot_bytes(c) * traces[c][index].slots for c in caches)
             grown |= dict.fromkeys(layers, size)
     held = sum(count * held_bytes(layer, call) for layer, count in generation.kinds)
     if index == 0:
         held += _unquantized(generation, traces)
     transient = _transient(generation, generation.evaluated, grown, call)
-    return Moment(after, transient + Transient(held))
+    return Moment(_after(generation, traces, index), transient + Transient(held))
 
 
 def _unquantized(generation: Generation, traces: dict[TokenCache, dict[int, Slots]]) -> int:
@@ -213,31 +231,34 @@ def _unquantized(generation: Generation, traces: dict[TokenCache, dict[int, Slot
     return extra
 
 
-def decode(generation: Generation) -> Moment:
+def decode(generation: Generation, workload: Inference) -> Moment:
     """The last token of the context; caches grow by a step somewhere on the way.
 
     Sliding layers start with what a chunk of the prompt left, and shrink with the first token.
     """
-    workload = generation.workload
-    prompt = workload.longest_prompt_tokens
-    generated = max(0, workload.context_tokens - prompt)
-    sizes = cache_bytes(
-        generation.layer_caches,
-        prompt,
-        workload.prefill_step_size,
-        generated,
-        batch_size=workload.batch_size,
-        dtype_bytes=generation.activation_bytes,
-    )
-    call = generation.call(1, max(prompt, workload.context_tokens) - 1)
+    call = generation.call(1, max(workload.longest_prompt_tokens, workload.context_tokens) - 1)
     grown: dict[int, int] = {}
     for caches, layers in generation.cache_groups.items():
         size = sum(generation.slot_bytes(c) * _growing_slots(c, call) for c in caches)
         grown |= dict.fromkeys(layers, size)
     transient = _transient(generation, generation.layers, grown, call)
-    end = max(sizes.prefill_end, sizes.decode_end)
-    shrunk = max(0, _before_last_token(generation) - end)
+    end = decode_cache_bytes(generation, workload)
+    shrunk = max(0, _before_last_token(generation, workload) - end)
     return Moment(end, transient + Transient(shrunk))
+
+
+def decode_cache_bytes(generation: Generation, workload: Inference) -> int:
+    """The caches after the prompt or after the last token, whichever are larger."""
+    prompt = workload.longest_prompt_tokens
+    sizes = cache_bytes(
+        generation.layer_caches,
+        prompt,
+        workload.prefill_step_size,
+        max(0, workload.context_tokens - prompt),
+        batch_size=workload.batch_size,
+        dtype_bytes=generation.activation_bytes,
+    )
+    return max(sizes.prefill_end, sizes.decode_end)
 
 
 def _growing_slots(cache: TokenCache, call: Call) -> int:
@@ -251,9 +272,8 @@ def _growing_slots(cache: TokenCache, call: Call) -> int:
     return 0 if cache.kind == "RotatingKVCache" else cache.max_size
 
 
-def _before_last_token(generation: Generation) -> int:
+def _before_last_token(generation: Generation, workload: Inference) -> int:
     """Bytes that the caches keep alive after the last chunk of the prompt."""
-    workload = generation.workload
     ends = chunks(workload)
     if not ends:
         return 0
@@ -298,8 +318,10 @@ def _tapes(
 ) -> Iterator[LayerTape]:
     hidden, elements = generation.architecture.hidden_size, generation.weight_elements
     recorded: dict[object, LayerTape] = {}
+    plain = call.kv_bits is None
     for index, layer in layers:
-        seen, more = generation.layer_call(index, call), grown.get(index, 0)
+        seen = call if plain else generation.layer_call(index, call)
+        more = grown.get(index, 0) if grown else 0
         key = (id(layer), seen.kv_bits, more)
         if key not in recorded:
             recorded[key] = layer_tape(layer, hidden, seen, elements, more)

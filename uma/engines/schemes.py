@@ -12,6 +12,7 @@ from pathlib import Path
 
 from uma.architecture.layers import Architecture, LatentAttention, Layer, Parameter
 from uma.errors import UnknownName
+from uma.memory.term import MemoryTerm
 
 SCHEMES = Path(__file__).parent.parent / "data" / "quantization_schemes.csv"
 
@@ -149,6 +150,15 @@ def weight_bytes(
             else:
                 size += matrix.count * scheme.bytes_of(matrix.rows, matrix.columns)
     return size
+
+
+def tower_terms(architecture: Architecture, dtype_bytes: int) -> tuple[MemoryTerm, ...]:
+    """The vision tower, which both engines load with the text model and leave unquantized.
+
+    Checkpoints list it as not to convert; formats that are made while loading may convert it.
+    """
+    size = (architecture.vision_parameters or 0) * dtype_bytes
+    return (MemoryTerm("weights", size, "bound", "vision tower, unquantized"),) if size else ()
 
 
 def _rest(parameter: Parameter, scheme: Scheme) -> int:

@@ -45,6 +45,12 @@ CUBLAS_WORKSPACE_HOPPER = 32 * MIB
 # on an RTX 3090 (vllm-project/vllm issue 10517), 0.16 on an H100 (pull request 12126).
 CUDA_CONTEXT = 358 * MIB
 
+# Models whose attention torch's scaled dot product has no form for, such as soft caps and sinks:
+# ``_supports_sdpa`` of their classes is false, and eager attention is the default.
+EAGER_BY_DEFAULT = frozenset(
+    {"bloom", "deepseek_v4", "gemma2", "gpt_oss", "mimo_v2_flash", "mpt"}
+)
+
 SEGMENT = 2 * MIB  # c10/cuda/CUDACachingAllocator.h, kRoundLarge: large blocks are whole segments
 SAMPLING_BYTES = 28  # generation/logits_process.py, top-p: two float32, sorted, order, sums, mask
 
@@ -60,10 +66,11 @@ class Settings:
     parameters of Qwen2.5-0.5B-Instruct-AWQ, 136,134,656 more than the model has. It is loaded, then
     tied (4.51.3, modeling_utils.py, ``from_pretrained``). Over ``num_devices`` cards the layers are
     split (``device_map``): each runs its own in turn, and at its peak holds what one layer needs.
+    ``attn_implementation`` is left open where it is the model's own default: ``resolved`` fills it.
     """
 
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    attn_implementation: AttnImplementation = "sdpa"
+    attn_implementation: AttnImplementation | None = None
     cache_implementation: CacheImplementation = "dynamic"
     experts_implementation: ExpertsImplementation = "grouped_mm"
     prefill_chunk_size: int | None = None
@@ -112,6 +119,27 @@ def settings_of(version: str, settings: Settings = DEFAULTS) -> Settings:
     return replace(settings, **changes)  # type: ignore[arg-type]
 
 
+def resolved(architecture: Architecture, settings: Settings) -> Settings:
+    """``settings`` with the attention that the model gets where none is asked for."""
+    if settings.attn_implementation is not None:
+        return settings
+    eager = architecture.model_type in EAGER_BY_DEFAULT
+    return replace(settings, attn_implementation="eager" if eager else "sdpa")
+
+
+def require_attention(architecture: Architecture, settings: Settings) -> None:
+    """Refuse an attention that transformers refuses for the model.
+
+    Raises:
+        UsageError: If it is ``sdpa`` and the model's classes have none.
+    """
+    if settings.attn_implementation == "sdpa" and architecture.model_type in EAGER_BY_DEFAULT:
+        raise UsageError(
+            f"transformers has no sdpa for {architecture.model_type}; use eager, its default, or "
+            "flash_attention_2 where a kernel for the model is installed"
+        )
+
+
 def formats() -> tuple[str, ...]:
     """Names of the formats of weights."""
     return tuple(schemes.schemes())
@@ -146,8 +174,10 @@ def inference_terms(
             f"a cache of {workload.kv_bits} bits is not modelled for transformers; leave it in "
             "16 bits, or choose another engine"
         )
+    settings = resolved(architecture, settings)
     rules = _rules(workload, settings)
-    terms = [weights, *_constant_terms(architecture, rules, settings)]
+    terms = [weights, *schemes.tower_terms(architecture, settings.dtype_bytes)]
+    terms += _constant_terms(architecture, rules, settings)
     if settings.own_head and architecture.tie_word_embeddings:
         terms += _head_terms(architecture, settings, terms)
     prompt = workload.longest_prompt_tokens
@@ -179,8 +209,11 @@ def notes(architecture: Architecture, settings: Settings = DEFAULTS) -> tuple[st
         found.append(f"temporaries of {', '.join(kinds)} layers are approximate")
     if any(isinstance(m, LatentAttention) and m.index_head_dim is not None for m in mixers):
         found.append("the sparse-attention indexer's temporaries are not modelled")
-    if any(isinstance(m, Attention) and m.sinks for m in mixers) and not _eager(settings):
-        found.append("attention with sinks runs as eager where no kernel for it is installed")
+    if settings.attn_implementation is None and architecture.model_type in EAGER_BY_DEFAULT:
+        found.append(
+            "attention is eager, as transformers has no sdpa for this model: the scores of all "
+            "pairs of tokens are held; --attn-implementation flash_attention_2 needs a kernel"
+        )
     return tuple(found)
 
 
@@ -261,23 +294,25 @@ def _prefill_terms(
 def _decode_terms(
     architecture: Architecture, rules: CacheRules, workload: Inference, settings: Settings
 ) -> list[MemoryTerm]:
-    """The first token after the prompt or the last one: windows shrink, other caches grow.
+    """The last token, and what windows still hold of the prompt when the first one begins.
 
     A dynamic cache copies one tensor of a layer at a time to append to it.
     """
     prompt, last = workload.longest_prompt_tokens, _last_seen(workload)
     chunk = min(prompt, settings.prefill_chunk_size or prompt)
-    caches = max(
-        cache_bytes(architecture, rules, prompt, chunk),
-        cache_bytes(architecture, rules, last, 1),
-    )
+    caches = cache_bytes(architecture, rules, last, 1)
+    surplus = cache_bytes(architecture, rules, prompt, chunk) - caches
     call = _call(workload, settings, 1, last)
     found = transient(architecture, call)
     if settings.cache_implementation == "dynamic":
         copied = max(rules.largest_tensor(layer) for layer in architecture.layers) * last
         found = Transient(found.activations, max(found.attention, copied))
     logits = _logits(architecture, workload, settings, 1)
-    return _moment("decode", caches, found, call.array(architecture.hidden_size), logits)
+    terms = _moment("decode", caches, found, call.array(architecture.hidden_size), logits)
+    if surplus > 0:
+        source = "the prompt behind windows, freed layer by layer as the first token is made"
+        terms.append(MemoryTerm("other", surplus, "bound", source, "decode"))
+    return terms
 
 
 def _call(workload: Inference, settings: Settings, tokens: int, attended: int) -> Call:

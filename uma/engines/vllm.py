@@ -5,8 +5,8 @@ start and fills what weights, activations and graphs leave with blocks: ``reserv
 ``num_blocks``.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from uma.architecture.layers import (
@@ -113,7 +113,8 @@ def inference_terms(
     blocks = sequence_blocks(architecture, workload.context_tokens, settings)
     caches = workload.batch_size * blocks.size_bytes
     layers = "kv_cache_interface.py, blocks of all groups"
-    terms = [weights, MemoryTerm("kv_cache", caches, "exact", layers)]
+    terms = [weights, *schemes.tower_terms(architecture, settings.dtype_bytes)]
+    terms.append(MemoryTerm("kv_cache", caches, "exact", layers))
     context = settings.cuda_context_bytes
     terms.append(
         MemoryTerm("runtime_context", context, "fitted", "vLLM's logs of non-torch memory")
@@ -131,6 +132,62 @@ def inference_terms(
     logits = min(rows, settings.max_num_seqs) * architecture.vocab_size * SAMPLING_BYTES
     terms.append(MemoryTerm("logits", logits, "bound", "profile run of the sampler", "decode"))
     return tuple(terms)
+
+
+def splits_heads(architecture: Architecture, num_devices: int) -> bool:
+    """Whether tensor parallelism can split the model over so many devices.
+
+    ``config/model.py``, ``verify_with_parallel_config``: attention heads must be divisible;
+    ``layers/linear.py``, ``QKVParallelLinear``: so must heads of keys, one way or the other.
+    """
+    for mixer in (mixer for layer in architecture.layers for mixer in layer.mixers):
+        if isinstance(mixer, Recurrent):
+            continue
+        keys = mixer.num_key_value_heads if isinstance(mixer, Attention) else num_devices
+        if mixer.num_attention_heads % num_devices or (
+            keys % num_devices and num_devices % keys
+        ):
+            return False
+    return True
+
+
+def parallel_words(architecture: Architecture, num_devices: int) -> tuple[str, ...]:
+    """The option that puts the model on all devices: vLLM takes one unless it is told."""
+    if num_devices == 1:
+        return ()
+    kind = "tensor" if splits_heads(architecture, num_devices) else "pipeline"
+    return (f"--{kind}-parallel-size {num_devices}",)
+
+
+def on_devices(
+    terms: Iterable[MemoryTerm], architecture: Architecture, num_devices: int
+) -> tuple[MemoryTerm, ...]:
+    """What all devices hold together: weights once, all else but the context on each.
+
+    With tensor parallelism latents are cached on every device, and so are fewer heads of keys
+    than there are devices (``config/model.py``, ``get_num_kv_heads``). The context is left as it
+    is: a machine's limit already lacks those of the other devices.
+    """
+    parts = num_devices
+    if splits_heads(architecture, num_devices):
+        parts = min([num_devices, *_cache_parts(architecture)])
+    found = []
+    for term in terms:
+        size = term.size_bytes
+        if term.name == "kv_cache":
+            size = -(-size * num_devices // parts)
+        elif term.name not in ("weights", "runtime_context"):
+            size *= num_devices
+        found.append(replace(term, size_bytes=size))
+    return tuple(found)
+
+
+def _cache_parts(architecture: Architecture) -> Iterator[int]:
+    for mixer in (mixer for layer in architecture.layers for mixer in layer.mixers):
+        if isinstance(mixer, LatentAttention):
+            yield 1
+        elif isinstance(mixer, Attention):
+            yield mixer.num_key_value_heads
 
 
 def sequence_blocks(

@@ -34,9 +34,8 @@ def discrete(
     if len(devices) > 1:
         others = _context_bytes() * (len(devices) - 1)
         notes = (
-            f"{len(devices)} cards: the weights are split by whole layers, so that up to one "
-            f"layer's size may stay unused on each; {format_gib(others)} are taken off for the "
-            "contexts of all but the first",
+            f"{len(devices)} cards: {format_gib(others)} are taken off for the contexts of all "
+            "but the first",
             *notes,
         )
     free = [device.available_bytes for device in devices]

@@ -4,14 +4,22 @@ import sys
 from collections.abc import Sequence
 
 from uma.machine.facts import Machine
-from uma.measurement.metric import Metric, measured, unavailable
+from uma.measurement.metric import Metric, Unit, measured, unavailable
 from uma.system import amdgpu, nvidia
 from uma.system.darwin_gpu import Accelerator, parse_ioreg
 from uma.system.darwin_profiler import parse_displays
 
 Metrics = dict[str, Metric]
 
-NAMES = ("allocated", "in_use", "limit", "utilization", "power", "cores", "recoveries")
+UNITS: dict[str, Unit] = {
+    "allocated": "bytes",
+    "in_use": "bytes",
+    "limit": "bytes",
+    "utilization": "percent",
+    "power": "W",
+    "cores": "cores",
+    "recoveries": "count",
+}
 
 
 def read_gpu(machine: Machine, ioreg: str | None = None) -> Metrics:
@@ -32,7 +40,7 @@ def _ioreg() -> str:
 
 
 def no_gpu() -> Metrics:
-    return {name: unavailable("no GPU whose driver we can ask") for name in NAMES}
+    return {n: unavailable("no GPU whose driver we can ask", unit) for n, unit in UNITS.items()}
 
 
 def darwin_gpu(found: Accelerator | None, machine: Machine) -> Metrics:

@@ -11,7 +11,8 @@ Unit = Literal["bytes", "percent", "GB/s", "W", "count", "cores", "level"]
 class Metric:
     """``value`` in ``unit``, as ``source`` tells it; ``None`` has a ``reason`` and is never 0.
 
-    ``estimated`` marks what was rounded, ruled from a table, or counts something twice.
+    ``estimated`` marks what was rounded, ruled from a table, counts something twice, or is the
+    highest or lowest of samples.
     """
 
     value: int | float | str | None

@@ -7,7 +7,7 @@ between two samples is not lost for a process that is alive at the next one.
 import os
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from uma.machine import Machine
@@ -83,11 +83,11 @@ class Sampler:
         each = [process_metrics(pid, cards) for pid in self._pids]
         each = [metrics for metrics in each if metrics["resident"].size is not None] or each[:1]
         together = sum_metrics(each)
-        for name in _SUMMED:
-            keep_highest(self.tree, f"{name}_peak", together[name])
-        for name, kept in _HIGHEST.items():
+        for name, kept in _HIGHEST.items():  # the kernel's own first: a sample has to exceed it
             for metrics in each:
                 keep_highest(self.tree, f"{name}_peak", metrics[kept])
+        for name in _SUMMED:
+            keep_highest(self.tree, f"{name}_peak", sampled(together[name]))
         self.processes = max(self.processes, len(each))
         self.samples += 1
         self.course.append((time.monotonic(), held_bytes(together)))
@@ -98,9 +98,10 @@ class Sampler:
         self._machine_due = time.monotonic() + MACHINE_INTERVAL_S
         memory = read_memory()
         for name in ("wired", "compressed", "swap_used"):
-            keep_highest(self.here, f"{name}_peak", memory.get(name) or unavailable("not told"))
-        keep_highest(self.here, "gpu_allocated_peak", read_gpu(self.machine)["allocated"])
-        keep_lowest(self.here, "reclaimable_low", memory["reclaimable"])
+            metric = memory.get(name) or unavailable("not told")
+            keep_highest(self.here, f"{name}_peak", sampled(metric))
+        keep_highest(self.here, "gpu_allocated_peak", sampled(read_gpu(self.machine)["allocated"]))
+        keep_lowest(self.here, "reclaimable_low", sampled(memory["reclaimable"]))
         pressure = memory["pressure"]
         worst = self.here.get("pressure_worst")
         if worst is None or worst.value not in _WORSE or _level(pressure) > _level(worst):
@@ -117,6 +118,13 @@ def thin_out(samples: list[Any]) -> None:
     """Keep a long row of samples short: every second one of them is enough then."""
     if len(samples) > _MOST:
         del samples[::2]
+
+
+def sampled(metric: Metric) -> Metric:
+    """A sample among others: what the highest of them is, the peak may exceed."""
+    if metric.value is None:
+        return metric
+    return replace(metric, source=f"{metric.source}, sampled", estimated=True)
 
 
 def _level(metric: Metric) -> int:

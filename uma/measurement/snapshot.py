@@ -34,7 +34,8 @@ class Snapshot:
     """One moment: ``seconds`` on a clock that only runs forward, all else by name.
 
     ``traffic`` of the memory is read on a page only, since a rate takes time. ``whole`` if
-    ``processes`` are the largest of the machine, and not those asked for.
+    ``processes`` are the largest of the machine, and not those asked for; not ``listed`` if none
+    were wanted.
     """
 
     seconds: float
@@ -46,6 +47,7 @@ class Snapshot:
     mlx: Metrics = field(default_factory=dict)
     traffic: Metrics = field(default_factory=dict)
     whole: bool = True
+    listed: bool = True
 
 
 def read_snapshot(
@@ -85,6 +87,7 @@ def read_snapshot(
         processes=tuple(trees),
         mlx=mlx_metrics(counters),
         whole=not asked,
+        listed=asked or largest > 0,
     )
 
 

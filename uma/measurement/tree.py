@@ -18,6 +18,7 @@ from uma.measurement.process import (
 )
 from uma.system import darwin, linux_process
 from uma.system.process import Process
+from uma.units import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +110,16 @@ def command_line(pid: int) -> list[str]:
 def label(name: str, command: Sequence[str]) -> str:
     """What to call a process: its name, and for an interpreter the module or script it runs.
 
-    Nothing else of the command, which may hold a prompt or a key.
+    Nothing else of the command, which may hold a prompt or a key. Any program can choose these
+    names, so that control characters in them are written out.
 
     >>> label("python3.12", ["/usr/bin/python3", "-m", "mlx_lm.server", "--model", "m"])
     'python3.12 mlx_lm.server'
     """
+    return printable(_label(name, command), kept="")
+
+
+def _label(name: str, command: Sequence[str]) -> str:
     if not re.match(r"(?i)python|node|ruby|uv\b", name):
         return name
     words = list(command[1:])

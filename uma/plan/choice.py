@@ -19,7 +19,7 @@ from uma.errors import UmaError, UnsupportedModel
 from uma.ledger import Verdict
 from uma.machine import Budget, Machine, budget_of
 from uma.memory.reads import evenly_stored, weight_reads
-from uma.plan.engine_case import engine_case
+from uma.plan.engine_case import budget_under, engine_case
 from uma.plan.estimate import Asked, Change, Estimate, ceiling_bytes, default_engine
 from uma.plan.inference import Request
 from uma.plan.inverses import largest_context
@@ -125,11 +125,15 @@ def what_fits(machine: Machine, wanted: Wanted, told: Sequence[str] = ()) -> Cho
 
     Raises:
         UnknownName: If there is no such use, or kind of model.
+        UsageError: If the engine does not run on the machine.
     """
     budget = budget_of(
         machine, user_budget_bytes=wanted.budget_bytes, reserve_bytes=wanted.reserve_bytes
     )
-    search = _Search(machine, wanted.engine or default_engine(machine), budget, wanted)
+    engine = wanted.engine or default_engine(machine)
+    if engine != "mlx":
+        budget = budget_under(engine, budget, machine)
+    search = _Search(machine, engine, budget, wanted)
     models = _named(wanted)
     least = wanted.context_tokens
     long = [model for model in models if (model.context_tokens or least) >= least]

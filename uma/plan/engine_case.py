@@ -1,7 +1,7 @@
 """A model as it is asked for under llama.cpp, transformers or vLLM."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from uma.architecture import architecture_from_config
 from uma.architecture.layers import Architecture
+from uma.architecture.left_out import notes_under
 from uma.catalog import model_config
 from uma.checkpoint.names import resolve
 from uma.engines.llama_cpp_weights import device_weight_bytes
-from uma.errors import DoesNotFit, UmaError
+from uma.errors import DoesNotFit, UmaError, UsageError
 from uma.ledger import Ledger, peak
 from uma.machine import Budget, Machine, verdict
 from uma.memory.term import MemoryTerm
@@ -84,15 +85,14 @@ class EngineCase:
         return found
 
     def estimate(self) -> Estimate:
-        rules = rules_of(self.engine)
-        found = self.terms(self.workload)
+        found = self._on_devices(self.workload)
         result = verdict(peak(found)[1], self.budget)
-        notes = [*getattr(rules, "notes", lambda _: ())(self.architecture)]
-        notes += (note for note in self.architecture.notes if not note.startswith("mlx-lm"))
-        if self.engine == "llama.cpp" and (self.machine.kind, self.machine.os) == ("host", "Linux"):
-            notes.append("uma run would run MLX here: --engine mlx says what that needs")
-        if self.engine == "vllm" and len(self.machine.devices) == 1:
-            notes.append(self._reservation())
+        settings = self.settings
+        if self.engine == "transformers":
+            settings = rules_of(self.engine).resolved(self.architecture, settings)
+        words = setting_words(self.engine, settings, self.workload)
+        if self.engine == "vllm" and self._devices > 1:
+            words = (*rules_of(self.engine).parallel_words(self.architecture, self._devices), *words)
         return Estimate(
             architecture=self.architecture,
             machine=self.machine,
@@ -103,10 +103,52 @@ class EngineCase:
             ledger=Ledger(found, self.budget.budget_bytes, self.budget.limit_bytes, result),
             bits_per_weight=bits_per_weight(self.weights, self.architecture),
             cache_type=cache_words(self.engine, self.settings),
-            settings=setting_words(self.engine, self.settings, self.workload),
+            settings=words,
             largest_buffer_bytes=self._largest_buffer(found),
-            notes=tuple(notes),
+            notes=tuple(self._notes()),
         )
+
+    def _notes(self) -> Iterator[str]:
+        rules = rules_of(self.engine)
+        if self.engine == "transformers":
+            yield from rules.notes(self.architecture, self.settings)
+        elif self.engine == "llama.cpp":
+            yield from rules.notes(self.architecture)
+        yield from notes_under(self.engine, self.architecture)
+        if self.engine == "llama.cpp" and (self.machine.kind, self.machine.os) == ("host", "Linux"):
+            yield "uma run would run MLX here: --engine mlx says what that needs"
+        if self.engine != "llama.cpp" and self.machine.kind == "host":
+            yield f"this machine has no card: {self.engine}'s terms are those of a CUDA card"
+        if self._devices > 1:
+            yield self._split()
+        if self.engine == "vllm" and self._devices == 1:
+            yield self._reservation()
+
+    @property
+    def _devices(self) -> int:
+        return len(self.machine.devices)
+
+    def _on_devices(self, workload: Inference) -> tuple[MemoryTerm, ...]:
+        """``terms`` on all cards together: vLLM has more than the weights of a model on each."""
+        found = self.terms(workload)
+        if self.engine != "vllm" or self._devices < 2:
+            return found
+        split: tuple[MemoryTerm, ...] = rules_of("vllm").on_devices(
+            found, self.architecture, self._devices
+        )
+        return split
+
+    def _split(self) -> str:
+        """How several cards hold one model."""
+        if self.engine == "vllm" and rules_of("vllm").splits_heads(
+            self.architecture, self._devices
+        ):
+            return (
+                f"vLLM takes one card unless --tensor-parallel-size {self._devices} splits every "
+                "matrix over all; activations and graphs are on each"
+            )
+        words = "the weights are split by whole layers, so that up to one layer's size may stay "
+        return f"{words}unused on each card"
 
     def _reservation(self) -> str:
         """What vLLM takes of a card at its start, and the sequences that it has room for."""
@@ -124,7 +166,7 @@ class EngineCase:
         )
 
     def excess_bytes(self, workload: Inference, limit_bytes: int) -> int:
-        return peak(self.terms(workload))[1] - limit_bytes
+        return peak(self._on_devices(workload))[1] - limit_bytes
 
     def changed(self, change: Change) -> "EngineCase | None":
         workload = replace(
@@ -225,7 +267,7 @@ def engine_case(
 
     Raises:
         UnknownName: If the engine has no such format.
-        UsageError: If it cannot do what the workload asks.
+        UsageError: If it cannot do what the workload asks, or does not run on the machine.
     """
     rules = rules_of(engine)
     quant = quant or DEFAULT_FORMATS[engine]
@@ -234,15 +276,34 @@ def engine_case(
         settings = replace(rules.LlamaCpp(**options), **_placement(machine))
     else:
         settings = rules.Settings(**options)
-    if engine == "transformers" and machine.devices:
-        settings = replace(settings, num_devices=len(machine.devices))
-    if engine == "vllm" and machine.kind == "discrete":
-        budget = _within(budget, rules.reserved_bytes(machine.memory_bytes, settings))
+    if engine == "transformers":
+        rules.require_attention(architecture, settings)
+        settings = replace(settings, num_devices=max(1, len(machine.devices)))
+    budget = budget_under(engine, budget, machine, settings)
     weights = MemoryTerm("weights", 0, "exact", "not known yet")
     case = EngineCase(
         architecture, engine, quant, workload, budget, machine, settings, weights, 0, model
     )
     return case.stored_as(quant) if file is None else case.stored_in(file)
+
+
+def budget_under(
+    engine: Engine, budget: Budget, machine: Machine, settings: Any = None
+) -> Budget:
+    """What of ``budget`` the engine uses: vLLM of a card no more than its settings reserve.
+
+    Raises:
+        UsageError: If the engine's memory is not known on the machine.
+    """
+    if engine != "llama.cpp" and machine.backend == "metal":
+        raise UsageError(
+            f"--engine {engine}: its memory is known on CUDA cards, not on {machine.name}; leave "
+            "--engine out for mlx, or name a machine with a card"
+        )
+    if engine != "vllm" or machine.kind != "discrete":
+        return budget
+    rules = rules_of(engine)
+    return _within(budget, rules.reserved_bytes(machine.memory_bytes, settings or rules.DEFAULTS))
 
 
 def _within(budget: Budget, reserved_bytes: int) -> Budget:

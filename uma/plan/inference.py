@@ -147,6 +147,7 @@ class Case:
     known: dict[Inference, tuple[tuple[MemoryTerm, ...], int]] = field(default_factory=dict)
     buffers: dict[Inference, int] = field(default_factory=dict)
     outputs: dict[Inference, int] = field(default_factory=dict)
+    moments: mlx.Known = field(default_factory=dict)
 
     def terms(self, workload: Inference) -> tuple[MemoryTerm, ...]:
         return self._known(workload)[0]
@@ -185,6 +186,7 @@ class Case:
             workload,
             backend=self.backend,
             activation_bytes=self.form.activation_bytes,
+            known=self.moments,
         )
         return (*terms, *self.form.load_terms, *self.beside.terms(workload))
 

@@ -32,6 +32,8 @@ def _header(found: Comparison, model_name: str, host: HostProfile) -> Iterator[s
     requests = "one request at a time"
     if workload.batch_size > 1:
         requests = f"{workload.batch_size} requests at once, tokens/s of each"
+    if workload.kv_bits is not None:
+        requests += f", KV cache in {workload.kv_bits} bits"
     yield (
         f"{model_name} at {workload.context_tokens:,} tokens of context, {requests}; at least "
         f"{wanted.min_bits} bits and {wanted.min_tps:g} tokens/s, --prefer {wanted.prefer}"
@@ -135,11 +137,19 @@ def _by_distance(row: Row, found: Comparison) -> list[tuple[Plan, str]]:
 def _notes(found: Comparison) -> Iterator[str]:
     seen: dict[str, list[str]] = {}
     for row in found.rows:
-        for note in _notes_of(row):
+        for note in (*_notes_of(row), *_too_long(row, found)):
             seen.setdefault(note, []).append(row.candidate.name)
     for note, names in seen.items():
         where = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         yield f"note: {where}: {note}"
+
+
+def _too_long(row: Row, found: Comparison) -> Iterator[str]:
+    """Beyond what the model was made for: of MLX the plan itself says so."""
+    longest = found.subject.architecture.max_position_embeddings
+    asked = found.subject.workload.context_tokens
+    if row.runs and row.plan and row.plan.engine != "mlx" and longest and asked > longest:
+        yield f"the model was made for {longest:,} tokens of context"
 
 
 def _notes_of(row: Row) -> Iterator[str]:
@@ -194,7 +204,7 @@ def _row_json(row: Row, found: Comparison) -> dict[str, Any]:
         "price_reason": candidate.price_reason,
         "devices_price_usd": None if parts is None else parts.usd,
         "sold": candidate.sold,
-        "notes": list(dict.fromkeys(_notes_of(row))),
+        "notes": list(dict.fromkeys([*_notes_of(row), *_too_long(row, found)])),
         "rejected": [
             {"format": plan.format, "technique": plan.technique, "reason": why}
             for plan, why in row.rejected

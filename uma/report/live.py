@@ -99,15 +99,15 @@ def line_text(snapshot: "Snapshot") -> str:
     return ", ".join(parts)
 
 
-def log_row(snapshot: "Snapshot") -> dict[str, Any]:
+def log_row(snapshot: "Snapshot", began_s: float) -> dict[str, Any]:
     """One row of a log: sizes in ``_bytes``, shares in ``_percent``; unknown is ``None``.
 
-    The same columns in every row of a watch. Where no process was asked for, it is the largest of
-    the moment.
+    ``began_s`` is the watch's beginning, on the snapshot's clock. The same columns in every row of
+    a watch. Where no process was asked for, it is the largest of the moment.
     """
     row: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "elapsed_s": round(snapshot.seconds, 3),
+        "elapsed_s": round(snapshot.seconds - began_s, 3),
     }
     for prefix, metrics in (("", snapshot.memory), ("gpu_", snapshot.gpu)):
         row |= {_column(prefix + name, metric): metric.value for name, metric in metrics.items()}

@@ -8,7 +8,7 @@ from uma.measurement.memory import PARTS
 from uma.measurement.metric import Metric
 from uma.report import SCHEMA_VERSION
 from uma.report.text import table
-from uma.units import format_gib
+from uma.units import format_gib, printable
 
 if TYPE_CHECKING:
     from uma.measurement.failures import Explanation
@@ -121,26 +121,27 @@ def _why(metric: Metric) -> str:
 
 def processes_text(snapshot: "Snapshot") -> str:
     """The processes, each with all that it started where it was asked for."""
+    if not snapshot.listed:
+        return ""
     if not snapshot.processes:
         return "processes\n  none could be read"
     title = "processes that hold most" if snapshot.whole else "processes, with what they started"
     names = [n for n in _PROCESS if any(t.metrics[n].value is not None for t in snapshot.processes)]
     head = ["  pid", "name", "count", *(name.replace("_", " ") for name in names)]
     rows = [head, *(_process_row(tree, names) for tree in snapshot.processes)]
-    sources = [f"{name}: {_first(snapshot, name).source}" for name in names]
-    lacking = [
-        f"{name}: unknown: {_first(snapshot, name).reason}"
-        for name in _PROCESS
-        if name not in names
-    ]
-    notes = "\n".join(f"  {line}" for line in (*sources, *lacking))
+    order = (*names, *(name for name in _PROCESS if name not in names))
+    notes = "\n".join(f"  {name}: {_origin(snapshot, name)}" for name in order)
     return f"{title}\n{table(rows, '><>' + '>' * len(names))}\n{notes}"
 
 
-def _first(snapshot: "Snapshot", name: str) -> Metric:
-    """The metric of that name of a process that has it, else of any."""
+def _origin(snapshot: "Snapshot", name: str) -> str:
+    """Where the processes' figure of that name was read, and why some or all of them lack it."""
     metrics = [tree.metrics[name] for tree in snapshot.processes]
-    return next((metric for metric in metrics if metric.value is not None), metrics[0])
+    source = next((m.source for m in metrics if m.value is not None), None)
+    reason = next((m.reason for m in metrics if m.value is None), None)
+    if source is None:
+        return f"unknown: {reason}"
+    return source if reason is None else f"{source}; ? is unknown: {reason}"
 
 
 def _process_row(tree: "ProcessTree", names: Sequence[str]) -> list[str]:
@@ -226,7 +227,7 @@ def explanation_text(found: "Explanation") -> str:
         f"  {found.text}",
         f"do: {found.remedy}",
         *(f"note: {note}" for note in found.notes),
-        f"shown by: {found.quote}",
+        f"shown by: {printable(found.quote, kept='')}",
         f"source: {found.source}",
     ]
     return "\n".join(lines)

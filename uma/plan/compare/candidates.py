@@ -6,7 +6,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from uma.catalog import Gpu, Mac, UnifiedMachine, bytes_per_s
-from uma.errors import UmaError, UnknownName
+from uma.errors import UmaError, UnknownName, UsageError
 from uma.frozen import dataclass
 from uma.machine.facts import Machine
 from uma.machine.named import machine_named, machine_of_rows
@@ -79,6 +79,7 @@ def candidates(
 
     Raises:
         UnknownName: If nothing is called one of them.
+        UsageError: If machines are counted that are no cards.
     """
     own = _canonical(prices)
     found: dict[str, Candidate] = {}
@@ -93,6 +94,8 @@ def candidates(
         matching = [e for e in sold_machines() if fnmatchcase(e[0].name, glob[2])]
         if not matching:
             raise UnknownName(f"no machine of the catalog is called like {name!r}: uma machines")
+        if glob[1] and not any(isinstance(e[0].row, Gpu) for e in matching):
+            raise UsageError(f"{name!r}: only graphics cards are counted, as in 2xrtx-*")
         for entries in matching:
             one = _of_entries(entries, int(glob[1] or 1), host, own, macos)
             if one is not None:

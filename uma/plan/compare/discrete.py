@@ -8,10 +8,10 @@ runs, in every step, at the speed of the link.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from uma.machine import Budget, Machine, verdict
+from uma.machine import Machine, verdict
 from uma.memory.reads import WeightReads
 from uma.plan.compare.candidates import Candidate
-from uma.plan.compare.plans import NO_ROOM, Plan, Technique
+from uma.plan.compare.plans import NO_ROOM, Plan, Technique, no_prompt
 from uma.plan.compare.subject import Subject
 from uma.plan.engine_case import EngineCase
 from uma.plan.estimate import ceiling_bytes
@@ -23,6 +23,7 @@ from uma.speed.rate import NotKnown, Rate
 from uma.units import GIB, format_gib
 
 NO_LLAMA_CPP = "Gaudi"  # which has no backend for it (llama.cpp b11434, ggml/src)
+MOST_DEVICES = 16  # llama.cpp b11434, src/llama.cpp, llama_max_devices
 
 
 def host_room_bytes(machine: Machine) -> int:
@@ -35,8 +36,11 @@ def host_room_bytes(machine: Machine) -> int:
 
 def llama_cpp_plans(subject: Subject, candidate: Candidate, bits: int) -> Iterator[Plan]:
     """All on the cards; else experts on the host, or layers."""
+    devices = candidate.machine.devices
     case = subject.other("llama.cpp", bits, candidate.machine)
-    if case is None or any(d.name.startswith(NO_LLAMA_CPP) for d in candidate.machine.devices):
+    if case is None or len(devices) > MOST_DEVICES:
+        return
+    if any(device.name.startswith(NO_LLAMA_CPP) for device in devices):
         return
     resident = _resident(subject, case)
     yield resident
@@ -52,18 +56,20 @@ def _resident(subject: Subject, case: EngineCase) -> Plan:
     found, short, of = verdict(needed, case.budget), needed - ceiling_bytes(case.budget), "the card"
     if several:
         of = f"{len(machine.devices)} cards"
-        crowded = _crowded(needed, shares, case.budget, machine)
-        if crowded > 0 and found != "exceeds":
-            found, short = "exceeds", crowded
-            of = "the card with the most layers"
+        crowded = _crowded_bytes(subject, case, shares, ceiling_bytes(case.budget))
+        if found != "exceeds" and crowded > 0:
+            found, short, of = "exceeds", crowded, "the fullest of cards that hold together"
+        elif found == "fits":
+            crowded = _crowded_bytes(subject, case, shares, case.budget.budget_bytes)
+            found = "tight" if crowded > 0 else "fits"
     plan = _plan(case, technique, needed, verdict=found, options=("-ngl", "999"))
     if not plan.runs:
         return replace(plan, short_bytes=short, short_of=f"{of}, {_ceiling(case)}")
-    reads, processors = subject.gguf_reads(case.format), processors_of(machine)
+    reads, processors = subject.reads(case), processors_of(machine)
     return replace(
         plan,
         decode=_decode(subject, case, reads, processors, shares),
-        prompt=_prompt(subject, case, reads, processors, shares),
+        prompt_of=lambda: _prompt(subject, case, reads, processors, shares),
     )
 
 
@@ -86,11 +92,27 @@ def layer_shares(subject: Subject, case: EngineCase) -> list[float]:
     return [number / count for number in counts]
 
 
-def _crowded(needed: int, shares: list[float], budget: Budget, machine: Machine) -> int:
-    """What the fullest card has too much, if the layers' parts are of all that is needed."""
-    total = sum(device.memory_bytes for device in machine.devices)
-    rooms = [ceiling_bytes(budget) * d.memory_bytes / total for d in machine.devices]
-    return max(round(needed * share - room) for share, room in zip(shares, rooms, strict=True))
+def _crowded_bytes(
+    subject: Subject, case: EngineCase, shares: list[float], limit_bytes: int
+) -> int:
+    """What the fullest card holds above its part of ``limit_bytes``; at most 0 if none does.
+
+    A card holds its layers with their caches and a buffer of computation, the last one the head
+    too. Each has its process's context, of which those of all but one are off the limit already.
+    """
+    devices, layers = case.machine.devices, subject.layer_bytes(case)
+    terms = {term.name: term.size_bytes for term in subject.terms(case)}
+    context, computed = terms["runtime_context"], terms.get("activations", 0)
+    head = subject.needed_bytes(case) - sum(layers) - context - computed
+    total = sum(device.memory_bytes for device in devices)
+    start, most = 0, -limit_bytes
+    for index, (device, share) in enumerate(zip(devices, shares, strict=True)):
+        end = start + round(share * len(layers))
+        held = sum(layers[start:end]) + computed // len(devices)
+        held += head if index == len(devices) - 1 else 0
+        most = max(most, held - (limit_bytes - context) * device.memory_bytes // total)
+        start = end
+    return most
 
 
 def _offloaded(subject: Subject, candidate: Candidate, case: EngineCase) -> Iterator[Plan]:
@@ -120,13 +142,16 @@ def _offload_plan(
     shares = layer_shares(subject, case) if len(processors) > 1 else [1.0]
     technique: Technique = "layers on the host" if way.whole else "experts on the host"
     plan = _plan(case, technique, way.device_bytes, verdict="fits", options=way.options)
-    whole = subject.gguf_reads(case.format)
-    prompt = _prompt(subject, case, whole, processors, shares)
+
+    def prompt() -> Rate | NotKnown:
+        whole = _prompt(subject, case, subject.reads(case), processors, shares)
+        return _copied(subject, case.machine, whole, on_host)
+
     return replace(
         plan,
         host_bytes=way.host_bytes,
         decode=_decode(subject, case, device, processors, shares, host),
-        prompt=_copied(subject, case.machine, prompt, on_host),
+        prompt_of=prompt,
         notes=(f"{way.text} on the host",),
     )
 
@@ -154,7 +179,8 @@ def _copied(
 def accelerate_plan(subject: Subject, candidate: Candidate) -> Plan | None:
     """16-bit weights; those of layers that have no room copied over the link in every step.
 
-    A layer is copied whole, all its experts included (``hooks.py``, ``AlignDevicesHook``). The card keeps room for the largest layer (accelerate 1.15, ``utils/modeling.py``,
+    A layer is copied whole, all its experts included (accelerate 1.15, ``hooks.py``,
+    ``AlignDevicesHook``). The card keeps room for the largest one (``utils/modeling.py``,
     ``infer_auto_device_map``). Only one card is modelled.
     """
     machine = candidate.machine
@@ -176,17 +202,20 @@ def accelerate_plan(subject: Subject, candidate: Candidate) -> Plan | None:
         return replace(plan, verdict="exceeds", short_bytes=short, short_of=of, host_bytes=host)
     decode = decode_tps(
         subject.architecture,
-        subject.even_reads(weights),
+        subject.reads(case),
         processors_of(machine),
         "transformers",
         subject.workload.context_tokens,
         batch_size=subject.workload.batch_size,
         streamed=Streamed(host, machine.link_bytes_per_s),
     )
-    prompt = NotKnown("no public measurements of prompts with transformers")
     note = "at the link's full rate, which copies of pageable memory do not reach"
     notes = (note,) if host else ()
-    return replace(plan, host_bytes=host, decode=decode, prompt=prompt, notes=notes)
+    return replace(plan, host_bytes=host, decode=decode, prompt_of=_no_figure, notes=notes)
+
+
+def _no_figure() -> NotKnown:
+    return NotKnown("no public measurements of prompts with transformers")
 
 
 def _layer_weights(subject: Subject) -> list[int]:
@@ -210,6 +239,7 @@ def _decode(
         batch_size=subject.workload.batch_size,
         shares=shares,
         host=host,
+        kv_bits=subject.cache_bits(case.engine),
     )
 
 
@@ -251,7 +281,7 @@ def _plan(
         budget_bytes=case.budget.budget_bytes,
         verdict=verdict,  # type: ignore[arg-type]
         decode=NO_ROOM,
-        prompt=NO_ROOM,
+        prompt_of=no_prompt,
         options=options,
         sequences=case.workload.batch_size,
     )

@@ -1,44 +1,51 @@
 """Every matrix split over several cards, which work at once: vLLM's tensor parallelism."""
 
 from dataclasses import replace
+from typing import Any
 
 from uma.architecture.layers import Architecture, Attention, LatentAttention
 from uma.engines.vllm import reserved_bytes
 from uma.ledger import peak
 from uma.memory.term import MemoryTerm
 from uma.plan.compare.candidates import Candidate
-from uma.plan.compare.plans import NO_ROOM, Plan
+from uma.plan.compare.plans import NO_ROOM, Plan, no_prompt
 from uma.plan.compare.subject import Subject
+from uma.plan.engine_case import EngineCase
 from uma.plan.estimate import ceiling_bytes
 from uma.speed.decode import decode_tps
 from uma.speed.prefill import prompt_tps
 from uma.speed.processor import OTHER_VENDOR, processors_of
+from uma.speed.rate import NotKnown, Rate
 from uma.units import format_gib
 
 MOST_CARDS = 8
 
 
 def vllm_plan(subject: Subject, candidate: Candidate, bits: int) -> Plan | None:
-    """The model on all cards, or on the one; ``None`` where it cannot be split so.
+    """The model on all cards, or on the one; ``None`` where it cannot be split so."""
+    devices = candidate.machine.devices
+    case = subject.other("vllm", bits, candidate.machine)
+    if case is None or len({d.name for d in devices}) != 1 or split_refused(subject, len(devices)):
+        return None
+    if OTHER_VENDOR in processors_of(candidate.machine)[0].notes:
+        return None  # memory and speed of vLLM are known on NVIDIA's cards
+    plan = _held(subject, case)
+    return replace(plan, **_speeds(subject, case)) if plan.runs else plan
 
-    Each card holds its part of the weights and of the cache, and all that one alone would hold
-    else. Latents are not split, nor are fewer heads of keys than there are cards (vllm 0.33.0,
+
+def _held(subject: Subject, case: EngineCase) -> Plan:
+    """What the cards hold: each its part of weights and cache, and all that one alone would else.
+
+    Latents are not split, nor are fewer heads of keys than there are cards (vllm 0.33.0,
     ``config/model.py``, ``get_num_kv_heads``).
     """
-    devices = candidate.machine.devices
+    devices = case.machine.devices
     count = len(devices)
-    case = subject.other("vllm", bits, candidate.machine)
-    processors = processors_of(candidate.machine)
-    if case is None or len({d.name for d in devices}) != 1 or split_refused(subject, count):
-        return None
-    if OTHER_VENDOR in processors[0].notes:
-        return None  # memory and speed of vLLM are known on NVIDIA's cards
-    each = case.terms(subject.workload)
-    terms = [_on_one(term, subject.architecture, count) for term in each]
+    terms = [_on_one(term, subject.architecture, count) for term in subject.terms(case)]
     needed = peak(terms)[1]
     limit = ceiling_bytes(case.budget) // count
     reserved = min(limit, reserved_bytes(devices[0].memory_bytes, case.settings))
-    plan = Plan(
+    return Plan(
         technique="tensor parallel" if count > 1 else "resident",
         engine="vllm",
         format=case.format,
@@ -50,14 +57,22 @@ def vllm_plan(subject: Subject, candidate: Candidate, bits: int) -> Plan | None:
         budget_bytes=reserved * count,
         verdict="fits" if needed <= reserved else "exceeds",
         decode=NO_ROOM,
-        prompt=NO_ROOM,
+        prompt_of=no_prompt,
         options=("--tensor-parallel-size", str(count)),
+        short_bytes=max(0, needed - reserved),
+        short_of=f"the part of each card that vLLM reserves, {format_gib(reserved)}",
         sequences=subject.workload.batch_size,
     )
-    if not plan.runs:
-        where = f"the part of each card that vLLM reserves, {format_gib(reserved)}"
-        return replace(plan, short_bytes=needed - reserved, short_of=where)
-    workload, reads = subject.workload, subject.even_reads(case.weights.size_bytes)
+
+
+def _speeds(subject: Subject, case: EngineCase) -> dict[str, Any]:
+    workload, reads = subject.workload, subject.reads(case)
+    processors = processors_of(case.machine)
+
+    def prompt() -> Rate | NotKnown:
+        tokens = workload.longest_prompt_tokens
+        return prompt_tps(subject.architecture, reads, processors, "vllm", tokens)
+
     decode = decode_tps(
         subject.architecture,
         reads,
@@ -66,11 +81,9 @@ def vllm_plan(subject: Subject, candidate: Candidate, bits: int) -> Plan | None:
         workload.context_tokens,
         batch_size=workload.batch_size,
         split="row",
+        kv_bits=subject.cache_bits("vllm"),
     )
-    prompt = prompt_tps(
-        subject.architecture, reads, processors, "vllm", workload.longest_prompt_tokens
-    )
-    return replace(plan, decode=decode, prompt=prompt)
+    return {"decode": decode, "prompt_of": prompt}
 
 
 def split_refused(subject: Subject, count: int) -> str | None:

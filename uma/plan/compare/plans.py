@@ -1,5 +1,6 @@
 """One way to run a model on one machine: what it takes where, whether that fits, how fast it is."""
 
+from collections.abc import Callable
 from typing import Literal
 
 from uma.frozen import dataclass
@@ -22,6 +23,10 @@ Technique = Literal[
 NO_ROOM = NotKnown("it does not fit")
 
 
+def no_prompt() -> NotKnown:
+    return NO_ROOM
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """``device_bytes`` are held where the model runs, of ``budget_bytes``; ``host_bytes`` beside.
@@ -29,7 +34,7 @@ class Plan:
     On a machine of one memory there is nothing beside: ``host_bytes`` is 0. ``disk_bytes`` are
     read from a disk while it runs. ``decode`` is of all ``sequences`` together. ``options`` are
     those of the engine that make it this plan. Where memory is not enough ``short_bytes`` says how
-    much is missing, in ``short_of``.
+    much is missing, in ``short_of``. ``prompt_of`` computes what few plans are asked for.
     """
 
     technique: Technique
@@ -43,7 +48,7 @@ class Plan:
     budget_bytes: int
     verdict: Verdict
     decode: Rate | NotKnown
-    prompt: Rate | NotKnown
+    prompt_of: Callable[[], Rate | NotKnown]
     options: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     short_bytes: int = 0
@@ -53,6 +58,11 @@ class Plan:
     @property
     def runs(self) -> bool:
         return self.verdict in ("fits", "tight")
+
+    @property
+    def prompt(self) -> Rate | NotKnown:
+        """Tokens per second of one prompt."""
+        return self.prompt_of()
 
     @property
     def decode_tps(self) -> float | None:

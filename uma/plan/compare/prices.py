@@ -1,13 +1,12 @@
 """What a machine costs, and what kind of price that is: few of them are asked for today."""
 
 import re
-from typing import Literal, get_args
+from typing import Literal
 
 from uma.errors import UsageError
 from uma.frozen import dataclass
 
 PriceKind = Literal["list", "launch", "street", "user"]
-PRICE_KINDS: tuple[PriceKind, ...] = get_args(PriceKind)
 TODAY: tuple[PriceKind, ...] = ("list", "user")
 """Kinds that a machine can be had for today: those that may be the cheapest."""
 
@@ -22,9 +21,6 @@ class Price:
     usd: int
     kind: PriceKind
     date: str | None = None
-
-    def times(self, number: int) -> "Price":
-        return Price(self.usd * number, self.kind, self.date)
 
 
 def catalog_price(usd: int | None, words: str, year: str) -> Price | None:

@@ -1,7 +1,7 @@
 """For each machine the best plan that fits; of all the cheapest, and those that nothing beats."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 from uma.frozen import dataclass
 from uma.plan.compare import unified
@@ -15,7 +15,6 @@ from uma.units import format_gib
 from uma.workload import Engine
 
 Preference = Literal["quality", "speed", "price", "context"]
-PREFERENCES: tuple[Preference, ...] = get_args(Preference)
 WIDTHS = (16, 8, 6, 5, 4, 3, 2)
 SHOWN = 12
 
@@ -140,16 +139,15 @@ def _plans(
 ) -> Iterator[Plan]:
     if not candidate.discrete:
         chosen = engine or default_engine(candidate.machine)
+        if engine is None and subject.architecture.module is None:
+            chosen = "llama.cpp"  # mlx-lm has no module for it
         if chosen in ("transformers", "vllm"):
             return  # whose memory is known on cards
-        found = unified.unified_plans(subject, candidate, bits, chosen)
-        if not found and engine is None:  # models that mlx-lm has no module for
-            found = unified.unified_plans(subject, candidate, bits, "llama.cpp")
-        yield from found
+        yield from unified.unified_plans(subject, candidate, bits, chosen)
         return
     if engine in (None, "llama.cpp"):
         yield from llama_cpp_plans(subject, candidate, bits)
-    several = len(candidate.machine.devices) > 1
+    several = len(candidate.machine.devices) > 1 or subject.workload.batch_size > 1
     if engine == "vllm" or (engine is None and several):
         split = vllm_plan(subject, candidate, bits)
         if split is not None:

@@ -11,6 +11,7 @@ from uma.frozen import dataclass
 from uma.ledger import peak
 from uma.machine import Machine, budget_of
 from uma.memory.reads import ExpertReads, Stored, WeightReads, weight_reads
+from uma.memory.term import MemoryTerm
 from uma.plan.engine_case import EngineCase, engine_case
 from uma.plan.estimate import Asked, Change
 from uma.plan.inference import Request
@@ -20,12 +21,23 @@ from uma.speed.stored import even_reads, gguf_stored
 from uma.workload import Engine, Inference
 
 T = TypeVar("T")
+
+# Settings of a quantized cache, by engine and width, and the bits of a number, scales included.
+CACHES: dict[tuple[Engine, int], dict[str, str]] = {
+    ("llama.cpp", 8): {"cache_type_k": "q8_0", "cache_type_v": "q8_0"},
+    ("llama.cpp", 4): {"cache_type_k": "q4_0", "cache_type_v": "q4_0"},
+    ("vllm", 8): {"kv_cache_dtype": "fp8"},
+}
+SCALE_BITS = {"llama.cpp": 0.5, "mlx": 0.5, "vllm": 0.0}  # 16 for 32 numbers, 32 for 64, none
 _UNIT = 10**9  # bytes of weights that shares are computed for
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model and what is asked of it; what was computed for one machine serves the next."""
+    """A model and what is asked of it; what was computed for one machine serves the next.
+
+    Engines that have no cache of the workload's ``kv_bits`` have no plan.
+    """
 
     source: ModelSource
     architecture: Architecture
@@ -40,7 +52,9 @@ class Subject:
         def make() -> MlxCase | None:
             workload = self.workload
             request = Request(
-                context_tokens=workload.context_tokens, batch_size=workload.batch_size
+                context_tokens=workload.context_tokens,
+                batch_size=workload.batch_size,
+                kv_bits=workload.kv_bits,
             )
             try:
                 return mlx_case(self.source, machine, request, architecture=self.architecture)
@@ -55,37 +69,51 @@ class Subject:
         return None if found is None else found.on(machine)
 
     def other(self, engine: Engine, bits: int, machine: Machine) -> EngineCase | None:
-        def make() -> EngineCase | None:
-            files = self.source.gguf_headers
-            try:
-                usual = engine_case(
-                    self.architecture,
-                    engine,
-                    None,
-                    self.workload,
-                    budget_of(machine),
-                    machine,
-                    model=self.source.name,
-                    file=files[0] if files and engine == "llama.cpp" else None,
-                )
-            except UmaError:
-                return None
-            if bits == usual.bits:
-                return usual
-            return None if files or bits not in usual.widths else usual.changed(Change(bits=bits))
-
-        found = self._once((engine, bits, machine.kind), make)
-        if found is None:
+        key = (engine, machine.kind)
+        usual = self._once(key, lambda: self._usual(engine, machine))
+        if usual is None:
+            return None
+        found = self._once((*key, bits), lambda: _in_width(usual, bits))
+        if found is None or (self.source.gguf_headers and found is not usual):
             return None
         settings = found.settings
         if engine == "llama.cpp" and machine.devices:
             settings = replace(settings, num_devices=len(machine.devices))
         return replace(found, machine=machine, budget=budget_of(machine), settings=settings)
 
+    def _usual(self, engine: Engine, machine: Machine) -> EngineCase | None:
+        """In the engine's usual format, or that of the file; ``None`` if it cannot run it so."""
+        files, width = self.source.gguf_headers, self.workload.kv_bits
+        options = {} if width is None else CACHES.get((engine, width))
+        if options is None:
+            return None
+        try:
+            return engine_case(
+                self.architecture,
+                engine,
+                None,
+                replace(self.workload, kv_bits=None),
+                budget_of(machine),
+                machine,
+                options,
+                model=self.source.name,
+                file=files[0] if files and engine == "llama.cpp" else None,
+            )
+        except UmaError:
+            return None
+
+    def cache_bits(self, engine: Engine) -> float:
+        """Bits of a number of the cache, scales included."""
+        width = self.workload.kv_bits
+        return 16 if width is None else width + SCALE_BITS[engine]
+
+    def terms(self, case: EngineCase) -> tuple[MemoryTerm, ...]:
+        """Of the whole model on a device, or on several together."""
+        key = ("terms", case.engine, case.format, len(case.machine.devices), case.machine.kind)
+        return self._once(key, lambda: case.terms(case.workload))
+
     def needed_bytes(self, case: EngineCase) -> int:
-        """What the whole model needs on a device, or on several together."""
-        key = ("needed", case.engine, case.format, len(case.machine.devices), case.machine.kind)
-        return self._once(key, lambda: peak(case.terms(case.workload))[1])
+        return peak(self.terms(case))[1]
 
     def offloads(self, case: EngineCase) -> list[LayerOffload]:
         """Every way of llama.cpp to leave something on the host, from the least to the most."""
@@ -102,8 +130,11 @@ class Subject:
         experts = tuple(replace(one, size_bytes=one.size_bytes * part) for one in unit.experts)
         return replace(unit, dense_bytes=unit.dense_bytes * part, experts=experts)
 
-    def gguf_reads(self, quant: str) -> WeightReads:
-        parts = self._parts(quant)
+    def reads(self, case: EngineCase) -> WeightReads:
+        """Of every weight as llama.cpp's mix keeps it, else of all alike."""
+        if case.engine != "llama.cpp" or self.source.gguf_headers:
+            return self.even_reads(case.weights.size_bytes)
+        parts = self._parts(case.format)
         return joined(parts, parts)
 
     def split_reads(self, quant: str, offload: LayerOffload) -> tuple[WeightReads, WeightReads]:
@@ -122,6 +153,12 @@ class Subject:
         if key not in self.known:
             self.known[key] = make()
         return cast(T, self.known[key])
+
+
+def _in_width(case: EngineCase, bits: int) -> EngineCase | None:
+    if bits == case.bits:
+        return case
+    return case.changed(Change(bits=bits)) if bits in case.widths else None
 
 
 def _parts(architecture: Architecture, quant: str) -> list[WeightReads]:

@@ -8,7 +8,7 @@ from uma.machine import Budget, Machine, default_reserve_bytes, verdict
 from uma.machine.named import with_gpu_limit
 from uma.memory.reads import WeightReads
 from uma.plan.compare.candidates import Candidate
-from uma.plan.compare.plans import NO_ROOM, Plan, Technique
+from uma.plan.compare.plans import NO_ROOM, Plan, Technique, no_prompt
 from uma.plan.compare.subject import Subject
 from uma.plan.engine_case import EngineCase
 from uma.plan.estimate import Asked, ceiling_bytes
@@ -50,7 +50,7 @@ class _Needs:
 def _plan(subject: Subject, asked: Asked, technique: Technique) -> Plan:
     needs = _mlx_needs(subject, asked) if isinstance(asked, MlxCase) else _needs(subject, asked)
     runs = needs.verdict != "exceeds"
-    decode, prompt = _speeds(subject, asked, needs) if runs else (NO_ROOM, NO_ROOM)
+    decode = _decode(subject, asked, needs) if runs else NO_ROOM
     return Plan(
         technique=technique,
         engine=asked.engine,
@@ -63,7 +63,7 @@ def _plan(subject: Subject, asked: Asked, technique: Technique) -> Plan:
         budget_bytes=asked.budget.budget_bytes,
         verdict=needs.verdict,
         decode=decode,
-        prompt=prompt,
+        prompt_of=(lambda: _prompt(subject, asked, needs)) if runs else no_prompt,
         notes=needs.notes,
         short_bytes=needs.short_bytes,
         short_of=needs.short_of,
@@ -94,13 +94,12 @@ def _mlx_needs(subject: Subject, case: MlxCase) -> _Needs:
 def _needs(subject: Subject, case: Asked) -> _Needs:
     assert isinstance(case, EngineCase)
     needed, weights = subject.needed_bytes(case), case.weights.size_bytes
-    stored = case.engine == "llama.cpp" and not subject.source.gguf_headers
     return _Needs(
         needed,
         weights,
         8 * weights / subject.architecture.num_parameters,
         verdict(needed, case.budget),
-        subject.gguf_reads(case.format) if stored else subject.even_reads(weights),
+        subject.reads(case),
         None,
         *_shortage(needed, case.budget),
         (),
@@ -113,28 +112,28 @@ def _shortage(needed: int, budget: Budget) -> tuple[int, str]:
     return max(0, needed - ceiling), f"the limit of {format_gib(ceiling)}"
 
 
-def _speeds(
-    subject: Subject, asked: Asked, needs: _Needs
-) -> tuple[Rate | NotKnown, Rate | NotKnown]:
-    workload, processors = subject.workload, processors_of(asked.machine)
-    decode = decode_tps(
+def _decode(subject: Subject, asked: Asked, needs: _Needs) -> Rate | NotKnown:
+    return decode_tps(
         subject.architecture,
         needs.reads,
-        processors,
+        processors_of(asked.machine),
         asked.engine,
-        workload.context_tokens,
-        batch_size=workload.batch_size,
+        subject.workload.context_tokens,
+        batch_size=subject.workload.batch_size,
+        kv_bits=subject.cache_bits(asked.engine),
     )
-    prompt = prompt_tps(
+
+
+def _prompt(subject: Subject, asked: Asked, needs: _Needs) -> Rate | NotKnown:
+    return prompt_tps(
         subject.architecture,
         needs.reads,
-        processors,
+        processors_of(asked.machine),
         asked.engine,
-        workload.longest_prompt_tokens,
+        subject.workload.longest_prompt_tokens,
         pass_tokens=needs.prefill_step_size,
         quantized=asked.bits < 16,
     )
-    return decode, prompt
 
 
 def _raised(subject: Subject, asked: Asked, machine: Machine) -> Plan | None:
@@ -184,8 +183,8 @@ def streamed_plan(subject: Subject, candidate: Candidate, bits: int) -> Plan | N
         device_bytes=held,
         disk_bytes=weights,
         verdict="exceeds",
-        decode=_disk_bound(subject, candidate, plan, 1 - room / weights),
-        prompt=NotKnown("no public measurements of prompts from an SSD"),
+        decode=_disk_bound(subject, candidate, case, 1 - room / weights),
+        prompt_of=lambda: NotKnown("no public measurements of prompts from an SSD"),
         options=("-ngl", "0"),
         notes=("every step waits for the SSD: it does not fit, and is no way to work",),
         short_bytes=short,
@@ -194,12 +193,12 @@ def streamed_plan(subject: Subject, candidate: Candidate, bits: int) -> Plan | N
 
 
 def _disk_bound(
-    subject: Subject, candidate: Candidate, plan: Plan, missing: float
+    subject: Subject, candidate: Candidate, case: EngineCase, missing: float
 ) -> Rate | NotKnown:
     rate = candidate.ssd_bytes_per_s
     if rate is None:
         return NotKnown("how fast its SSD reads is not known")
-    tokens, reads = subject.workload.batch_size, subject.gguf_reads(plan.format)
+    tokens, reads = subject.workload.batch_size, subject.reads(case)
     least = tokens * rate / reads.size_bytes(tokens)
     best = least / missing if reads.experts else least
     return Rate(least, best, least / missing, "bound", "bytes not held, over the SSD's rate")

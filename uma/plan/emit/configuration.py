@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterator
-from typing import Literal, get_args
+from typing import Literal
 
 from uma.checkpoint.names import resolve
 from uma.engines.vllm import DEFAULTS as VLLM
@@ -10,13 +10,12 @@ from uma.errors import DoesNotFit, UsageError
 from uma.plan.compare.discrete import host_room_bytes, layer_shares
 from uma.plan.compare.plans import Plan
 from uma.plan.compare.search import Row
-from uma.plan.compare.subject import Subject
+from uma.plan.compare.subject import CACHES, Subject
 from uma.plan.emit.device_map import Device, auto_device_map, modules_of
 from uma.units import format_gib
 from uma.workload import Engine
 
 Target = Literal["llama.cpp", "mlx", "accelerate", "vllm"]
-TARGETS: tuple[Target, ...] = get_args(Target)
 ENGINES: dict[Target, Engine] = {
     "llama.cpp": "llama.cpp",
     "mlx": "mlx",
@@ -93,6 +92,10 @@ def _llama_cpp(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
     total = sequences * workload.context_tokens
     yield f"# -c {total}: {workload.context_tokens} tokens for each of {sequences} (-np)"
     yield "# -fa on: scores of attention are not stored, as the plan assumes"
+    caches = CACHES.get(("llama.cpp", workload.kv_bits or 0), {})
+    for flag, kind in zip(("-ctk", "-ctv"), caches.values(), strict=False):
+        yield f"# {flag} {kind}: a cache of {workload.kv_bits} bits"
+        options += [flag, kind]
     arguments = ["llama-server", "-m", file, *(options or ["-ngl", "999"])]
     arguments += ["-c", str(total), "-np", str(sequences), "-fa", "on"]
     yield shlex.join(arguments)
@@ -107,11 +110,14 @@ def _mlx(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
     yield f"# --bits {plan.bits}: the least quantized that was wanted and fits"
     yield f"# --context {context}: prompt and answer together; the memory limits are set for it"
     arguments = ["uma", "run", subject.source.name, "--bits", str(plan.bits)]
+    if subject.workload.kv_bits is not None:
+        yield f"# --kv-bits {subject.workload.kv_bits}: of the cache"
+        arguments += ["--kv-bits", str(subject.workload.kv_bits)]
     yield shlex.join([*arguments, "--context", str(context)])
 
 
 def _vllm(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
-    """Flags: vllm 0.33.0, ``engine/arg_utils.py``."""
+    """Flags: docs.vllm.ai/en/v0.8.5/serving/engine_args.html."""
     workload, count = subject.workload, len(row.candidate.machine.devices)
     arguments = ["vllm", "serve", repository(subject)]
     if plan.format == "fp8":
@@ -122,6 +128,9 @@ def _vllm(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
     heads = f"each has 1/{count} of every matrix" if count > 1 else "one card"
     yield f"# --tensor-parallel-size {count}: {heads}"
     yield f"# --max-model-len {workload.context_tokens}: prompt and answer of a request"
+    if workload.kv_bits is not None:
+        yield "# --kv-cache-dtype fp8: half of the cache of 16 bits"
+        arguments += ["--kv-cache-dtype", "fp8"]
     most = max(workload.batch_size, VLLM.max_num_seqs)
     yield f"# --max-num-seqs {most}: what its buffers are planned for; how many run at once"
     yield "# depends on the room that is left to their caches"

@@ -15,6 +15,9 @@ import numpy as np
 SLICE_BYTES = 32 << 20
 """Of the scores of one slice."""
 
+MASKED_QUERIES = 64
+"""Queries of a slice at most where a mask says what they see: few, so that they skip most keys."""
+
 Mask = str | mx.array | None
 Place = tuple[int, int, int, int]
 """First query of a slice, the one after its last, and the same of the keys that it sees."""
@@ -29,6 +32,8 @@ def sliced_attention(slice_bytes: int) -> Iterator[None]:
         q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Mask = None, **options: Any
     ) -> mx.array:
         queries = max(16, slice_bytes // (q.shape[0] * q.shape[1] * k.shape[2] * q.dtype.size))
+        if isinstance(mask, mx.array):
+            queries = min(queries, MASKED_QUERIES)
         length = q.shape[2]
         sinks = options.get("sinks")
         if length <= queries or (isinstance(mask, mx.array) and mask.dtype != mx.bool_):

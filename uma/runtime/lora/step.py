@@ -22,12 +22,14 @@ class Batch:
     """Token ids, the ids to predict and the weight of each, all ``(rows, length)``.
 
     The loss is the sum of weights times cross-entropies: for the mean over an effective batch of
-    several micro-batches, each weight is one over the supervised tokens of them all.
+    several micro-batches, each weight is one over the supervised tokens of them all. With
+    ``segments`` a row holds several examples, each blind to the others: a number for each position.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     weights: np.ndarray
+    segments: np.ndarray | None = None
 
 
 def loss_and_gradients(
@@ -46,7 +48,7 @@ def loss_and_gradients(
         UnsupportedModel: If the model's layers do not follow one another as the step needs.
     """
     with attention.sliced_attention(attention_slice_bytes):
-        tape = Tape(model, mx.array(batch.tokens))
+        tape = Tape(model, batch.tokens, batch.segments)
         loss = tape.tail(batch.targets.reshape(-1), batch.weights.reshape(-1), loss_rows)
         tape.backward()
     return loss, tape.gradients
@@ -55,12 +57,20 @@ def loss_and_gradients(
 def loss_of(model: nn.Module, batch: Batch) -> mx.array:
     """The loss alone, evaluated: layer by layer and slice by slice too."""
     with attention.sliced_attention(attention.SLICE_BYTES):
-        tape = Tape(model, mx.array(batch.tokens), record=False)
+        tape = Tape(model, batch.tokens, batch.segments, record=False)
         return tape.tail(batch.targets.reshape(-1), batch.weights.reshape(-1), None)
 
 
+def hidden_of(model: nn.Module, batch: Batch) -> mx.array:
+    """What the last layer gives, ``(rows, length, width)``."""
+    return Tape(model, batch.tokens, batch.segments, record=False).last
+
+
 def whole_loss_and_gradients(model: nn.Module, batch: Batch) -> tuple[mx.array, Gradients]:
-    """The same by one automatic differentiation of the whole model: the definition, and dear."""
+    """The same by one automatic differentiation of the whole model: the definition, and dear.
+
+    Segments are not known to it.
+    """
 
     def loss(model: nn.Module) -> mx.array:
         logits = model(mx.array(batch.tokens))

@@ -11,6 +11,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from uma.errors import UnsupportedModel
+from uma.runtime.lora.blocks import Blocks
 from uma.runtime.lora.calls import arrays, differentiable, intercepted, own_call, substituted
 from uma.runtime.lora.loss import slice_rows, sliced_loss, sliced_loss_alone
 from uma.runtime.lora.random_state import at_random_state, random_state
@@ -39,8 +40,16 @@ class Tape:
     through that is found by running the model with every layer replaced by what it gave.
     """
 
-    def __init__(self, model: nn.Module, tokens: mx.array, *, record: bool = True) -> None:
-        self.model, self.tokens, self.record = model, tokens, record
+    def __init__(
+        self,
+        model: nn.Module,
+        tokens: np.ndarray,
+        segments: np.ndarray | None = None,
+        *,
+        record: bool = True,
+    ) -> None:
+        self.model, self.tokens, self.record = model, mx.array(tokens), record
+        self.blocks = None if segments is None else Blocks(segments)
         self.layers = list(model.layers)
         self.names = {id(module): name for name, module in model.named_modules()}
         inside = tuple(self.names[id(layer)] + "." for layer in self.layers)
@@ -63,6 +72,8 @@ class Tape:
         def hook(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
             nonlocal begun, glued
             state = random_state()
+            if self.blocks is not None:
+                args, kwargs = self.blocks.masked((args, kwargs))
             output = own_call(layer, *args, **kwargs)
             mx.eval(output)
             given = {id(x) for x in differentiable((args, kwargs))}
@@ -85,10 +96,14 @@ class Tape:
             len(self.calls),
         )
 
+    @property
+    def last(self) -> mx.array:
+        """The first array that the last layer gave: its hidden vectors."""
+        return arrays(self.calls[-1].output)[0]
+
     def tail(self, targets: np.ndarray, weights: np.ndarray, rows: int | None) -> mx.array:
         """The loss: what follows the last layer (norm, head), ``rows`` positions at a time."""
-        output = self.calls[-1].output
-        last = arrays(output)[0]
+        output, last = self.calls[-1].output, self.last
         if last.shape[:2] != self.tokens.shape:
             raise UnsupportedModel(
                 f"the last layer gives {last.shape} for tokens of {self.tokens.shape}; "

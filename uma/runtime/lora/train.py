@@ -13,11 +13,15 @@ from mlx.utils import tree_unflatten
 
 from uma.dataset.batches import batch_plan, padded_length
 from uma.dataset.examples import Example
-from uma.errors import UmaError
-from uma.runtime.lora.step import Batch, loss_and_gradients, loss_of
+from uma.dataset.packing import packs
+from uma.errors import UmaError, UnsupportedModel
+from uma.runtime.lora.step import Batch, hidden_of, loss_and_gradients, loss_of
 from uma.runtime.lora.tape import Gradients
 
 Event = dict[str, Any]
+
+PACKING_TOLERANCE = {True: 1e-4, False: 0.03}
+"""Of the last layer's output, in float32 or not; bfloat16 rounds each number to 4e-3."""
 
 
 class Diverged(UmaError):
@@ -29,7 +33,8 @@ class Course:
     """How to go through the data. An iteration is one batch, as in mlx-lm.
 
     Every ``grad_accumulation_steps`` batches make one update, each token of them of equal weight.
-    ``max_grad_norm`` bounds the norm of all gradients together.
+    ``max_grad_norm`` bounds the norm of all gradients together. With ``pack_tokens`` a row of a
+    batch holds as many examples as fit into so many tokens.
     """
 
     iters: int
@@ -37,6 +42,7 @@ class Course:
     grad_accumulation_steps: int
     seed: int
     max_grad_norm: float | None = None
+    pack_tokens: int | None = None
     steps_per_report: int = 10
     steps_per_eval: int = 200
     val_batches: int = 25
@@ -53,33 +59,85 @@ class Progress:
     val_loss: float | None = None
 
 
-def batch_of(examples: Sequence[Example], tokens_weight: float) -> Batch:
-    """Padded inputs and targets; each supervised target weighs ``tokens_weight``."""
-    length = padded_length(max(len(e.tokens) for e in examples) - 1)
-    tokens = np.zeros((len(examples), length + 1), np.int32)
-    weights = np.zeros((len(examples), length), np.float32)
-    for row, example in enumerate(examples):
-        count = len(example.tokens)
-        tokens[row, :count] = example.tokens
-        weights[row, : count - 1] = np.array(example.supervised[1:], np.float32) * tokens_weight
-    return Batch(tokens[:, :-1], tokens[:, 1:], weights)
+Unit = Sequence[Example]
+"""What fills a row of a batch: one example, or several that are packed."""
+
+
+def units_of(examples: Sequence[Example], pack_tokens: int | None = None) -> list[Unit]:
+    """Each example by itself, or packed into rows of up to ``pack_tokens`` inputs."""
+    if pack_tokens is None:
+        return [[example] for example in examples]
+    inputs = [len(e.tokens) - 1 for e in examples]
+    return [[examples[n] for n in row] for row in packs(inputs, pack_tokens)]
+
+
+def inputs_of(unit: Unit) -> int:
+    """Positions that it fills: the last token of an example is only a target."""
+    return sum(len(e.tokens) - 1 for e in unit)
+
+
+def batch_of(units: Sequence[Unit], token_weight: float) -> Batch:
+    """Padded inputs and targets; each supervised target weighs ``token_weight``."""
+    shape = len(units), padded_length(max(map(inputs_of, units)))
+    tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    weights, segments = np.zeros(shape, np.float32), np.full(shape, -1, np.int32)
+    for row, unit in enumerate(units):
+        at = 0
+        for number, example in enumerate(unit):
+            to = at + len(example.tokens) - 1
+            tokens[row, at:to], targets[row, at:to] = example.tokens[:-1], example.tokens[1:]
+            weights[row, at:to] = np.array(example.supervised[1:], np.float32) * token_weight
+            segments[row, at:to] = number
+            at = to
+    packed = any(len(unit) > 1 for unit in units)
+    return Batch(tokens, targets, weights, segments if packed else None)
+
+
+def require_packable(model: nn.Module) -> None:
+    """Compare what the layers give for two short examples in one row with the same apart.
+
+    Raises:
+        UnsupportedModel: If it differs: a layer sees past its own example.
+    """
+    model.eval()
+    examples = [
+        Example(n, tuple(range(3 + n, 3 + n + length)), (True,) * length, {})
+        for n, length in enumerate((21, 13))
+    ]
+    apart = mx.concatenate(
+        [hidden_of(model, batch_of([[e]], 1.0))[:, : len(e.tokens) - 1] for e in examples], axis=1
+    )
+    together = hidden_of(model, batch_of([examples], 1.0))[:, : apart.shape[1]]
+    tolerance = PACKING_TOLERANCE[apart.dtype == mx.float32]
+    apart, together = apart.astype(mx.float32), together.astype(mx.float32)
+    distance = _number(mx.linalg.norm(together - apart) / mx.linalg.norm(apart))
+    if distance > tolerance:
+        raise UnsupportedModel(
+            "examples cannot be packed for this model: in one row its layers give something else "
+            f"than apart (by {distance:.2%}); leave out --packing"
+        )
 
 
 class Batches:
     """The batches of all epochs by number, from 0."""
 
-    def __init__(self, examples: Sequence[Example], batch_size: int, seed: int) -> None:
-        self.examples, self.batch_size, self.seed = examples, batch_size, seed
-        self.lengths = [len(e.tokens) for e in examples]
-        self.per_epoch = -(-len(examples) // batch_size)
+    def __init__(self, units: Sequence[Unit], batch_size: int, seed: int) -> None:
+        self.units, self.batch_size, self.seed = units, batch_size, seed
+        self.lengths = [inputs_of(unit) for unit in units]
+        self.per_epoch = -(-len(units) // batch_size)
         self._epoch, self._plan = -1, [[0]]
 
-    def __getitem__(self, number: int) -> list[Example]:
+    def __getitem__(self, number: int) -> list[Unit]:
         epoch, place = divmod(number, self.per_epoch)
         if epoch != self._epoch:
             self._plan = batch_plan(self.lengths, self.batch_size, seed=self.seed, epoch=epoch)
             self._epoch = epoch
-        return [self.examples[n] for n in self._plan[place]]
+        return [self.units[n] for n in self._plan[place]]
+
+
+def targets_of(units: Sequence[Unit]) -> int:
+    """Supervised targets of a batch."""
+    return sum(e.targets for unit in units for e in unit)
 
 
 def train(
@@ -102,7 +160,10 @@ def train(
     Raises:
         Diverged: If a loss or gradient is not finite; the update is not made.
     """
-    batches = Batches(examples, course.batch_size, course.seed)
+    units = units_of(examples, course.pack_tokens)
+    if course.pack_tokens is not None:
+        require_packable(model)
+    batches = Batches(units, course.batch_size, course.seed)
     window = _Window()
     if not progress.iteration and validation:
         _validate(model, validation, course, progress, report)
@@ -114,7 +175,7 @@ def train(
         started = time.perf_counter()
         loss, gradients = _accumulated(model, group, before)
         _update(model, optimizer, gradients, course.max_grad_norm)
-        tokens = sum(e.targets for batch in group for e in batch)
+        tokens = sum(map(targets_of, group))
         window.add(loss, tokens, count, time.perf_counter() - started)
         progress.iteration += count
         progress.trained_tokens += tokens
@@ -136,10 +197,10 @@ def _passed(before: int, now: int, every: int) -> bool:
 
 
 def _accumulated(
-    model: nn.Module, group: Sequence[Sequence[Example]], first: int
+    model: nn.Module, group: Sequence[Sequence[Unit]], first: int
 ) -> tuple[float, Gradients]:
     """Loss and gradients of one update, the mean over all its supervised tokens."""
-    weight = 1 / sum(e.targets for batch in group for e in batch)
+    weight = 1 / sum(map(targets_of, group))
     total, gradients = 0.0, Gradients()
     for n, batch in enumerate(group, start=first + 1):
         loss, found = loss_and_gradients(model, batch_of(batch, weight))
@@ -158,13 +219,13 @@ def _number(value: mx.array) -> float:
 
 
 def _require_finite(
-    loss: mx.array, gradients: Gradients, iteration: int, batch: Sequence[Example]
+    loss: mx.array, gradients: Gradients, iteration: int, batch: Sequence[Unit]
 ) -> None:
     values = {"loss": loss} | gradients
     finite: Any = mx.stack([mx.isfinite(value).all() for value in values.values()]).tolist()
     bad = [name for name, ok in zip(values, finite, strict=True) if not ok]
     if bad:
-        lines = ", ".join(str(e.line) for e in batch)
+        lines = ", ".join(str(e.line) for unit in batch for e in unit)
         what = "the loss" if bad[0] == "loss" else f"the gradient of {bad[0]}"
         raise Diverged(
             f"{what} is not finite in iteration {iteration} (lines {lines} of train.jsonl); the "
@@ -191,9 +252,9 @@ def validation_loss(
     total, tokens = 0.0, 0
     model.eval()
     for batch in plan[: None if max_batches < 0 else max_batches]:
-        chosen = [examples[n] for n in batch]
+        chosen = [[examples[n]] for n in batch]
         total += _number(loss_of(model, batch_of(chosen, 1.0)))
-        tokens += sum(e.targets for e in chosen)
+        tokens += targets_of(chosen)
     return total / tokens if tokens else math.nan
 
 
