@@ -113,6 +113,8 @@ def test_a_spreadsheet_has_a_line_a_machine(capsys: pytest.CaptureFixture[str]) 
         ("compare llama-3-70b --machine h100 --all", 2, "leave out"),
         ("compare llama-3-70b --price 4090", 2, "NAME=USD"),
         ("compare llama-3-70b --price nonsense=5 --machine h100", 2, "nonsense"),
+        ("compare llama-3-70b --min-tps nan", 2, "--min-tps nan"),
+        ("compare llama-3-70b --host-bandwidth inf", 2, "--host-bandwidth inf"),
     ],
 )
 def test_exit_codes_and_what_is_refused(

@@ -110,6 +110,7 @@ def compare(
     from uma.plan.compare.prices import user_prices
     from uma.plan.compare.search import Wanted
 
+    opt.require_numbers(min_tps=min_tps, host_bandwidth=host_bandwidth)
     if csv and json:
         raise UsageError("--csv and --json are two documents: give one of them")
     if emit is not None and (csv or json):

@@ -1,7 +1,6 @@
 """``uma measure``: what memory this machine and its processes hold, once, live, or meanwhile."""
 
 import json as json_module
-import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -94,8 +93,7 @@ def memory(
         raise typer.Exit(_explain(explain, json))
     if during:
         raise typer.Exit(_during(command, json))
-    if math.isnan(interval):  # neither below nor above what typer allows
-        raise UsageError("--interval nan is no number of seconds; give 1 to 3600")
+    opt.require_numbers(interval=interval)
     if watch:
         from uma.cli.watch import watch_memory
 

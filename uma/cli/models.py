@@ -1,7 +1,6 @@
 """``uma models``: the models that a name means, and those that fit a machine."""
 
 import json as json_module
-import math
 import re
 from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated
@@ -98,8 +97,7 @@ def models(
         return
     from uma.plan.choice import Wanted
 
-    if min_tps is not None and math.isnan(min_tps):
-        raise UsageError("--min-tps nan is not a number")
+    opt.require_numbers(min_tps=min_tps)
     wanted = Wanted(
         context_tokens=context,
         engine=engine,

@@ -1,5 +1,6 @@
 """Options that several commands share, declared once; names as in mlx-lm where it has them."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -21,6 +22,13 @@ def size_option(text: str | None, name: str) -> int | None:
         return parse_bytes(text)
     except ValueError as error:
         raise UsageError(f"{name}: {error}") from None
+
+
+def require_numbers(**values: float | None) -> None:
+    """Refuse ``nan`` and ``inf``, which typer's own bounds let through, by the option's name."""
+    for name, value in values.items():
+        if value is not None and not math.isfinite(value):
+            raise UsageError(f"--{name.replace('_', '-')} {value} is not a number that can be used")
 
 
 def given(context: typer.Context, name: str) -> bool:

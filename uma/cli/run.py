@@ -1,6 +1,5 @@
 """``uma run``: the options, and which kind of run they ask for."""
 
-import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -117,9 +116,7 @@ def run(
     asked_model = model or model_argument
     if prompt is None and prompt_argument is None and asked_model and " " in asked_model.strip():
         raise UsageError(f"{asked_model!r} is no model's name; a prompt goes after --prompt")
-    for name, value in (("--temp", temp), ("--top-p", top_p), ("--min-p", min_p)):
-        if value is not None and math.isnan(value):
-            raise UsageError(f"{name} {value} is not a number")
+    opt.require_numbers(temp=temp, top_p=top_p, min_p=min_p)
     if quiet and verbose:
         raise UsageError("choose --quiet or --verbose")
     if "" in (stop or ()):
