@@ -157,7 +157,8 @@ def measured(kind: str, length: int, turns: int) -> dict[str, Any]:
 def packing(examples: int) -> dict[str, Any]:
     """Real tokens for a second of the processor, and the loss, of short examples: apart and packed.
 
-    Seconds of the processor, since another program may take a core meanwhile. The vocabulary is small: the head passes no padding over in either case.
+    Seconds of the processor, since another program may take a core meanwhile. The vocabulary is
+    small: the head passes no padding over in either case.
     """
     import mlx.core as mx
     import numpy as np

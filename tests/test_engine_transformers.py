@@ -269,7 +269,7 @@ def test_hopper_cards_have_the_larger_workspace() -> None:
 
 def test_the_models_that_are_eager_by_default_are_those_whose_classes_have_no_sdpa() -> None:
     """``_supports_sdpa`` in the sources of the transformers that is installed, without torch."""
-    models = Path(find_spec("transformers").origin).parent / "models"  # type: ignore[union-attr, arg-type]
+    models = Path(find_spec("transformers").origin).parent / "models"  # type: ignore[union-attr,arg-type]
     eager, checked = set(), set()
     for name in {*NAMES, "gemma3", "bloom", "mpt"}:
         source = models / name / f"modeling_{name}.py"

@@ -24,7 +24,7 @@ from uma.plan.mlx_case import mlx_case
 from uma.units import GIB
 from uma.workload import Inference
 
-ORDER = ["programs", "context", "cache", "bits", "together", "model", "wired_limit"]
+ORDER = ["programs", "context", "batch", "cache", "bits", "together", "model", "wired_limit"]
 ASKED = [
     "llama-3-70b --ram 48GB --macos 26",
     "llama-3-70b --ram 64GB --bits 8",
@@ -32,6 +32,8 @@ ASKED = [
     "llama-3.1-70b --ram 40GB --macos 26 --bits 8 --context 65536",
     "qwen3-30b-a3b --ram 24GB --context 32768",
     "qwen3-14b --ram 16GB",
+    "gpt-oss-20b --machine macbook-air-m2-16",
+    "llama-3-8b --engine transformers --machine rtx-4090 --batch-size 1000",
     "llama-3.1-8b --machine rtx-4060 --context 65536",
     "llama-3.1-8b --machine rtx-4090 --quant F16 --context 131072",
     "llama-3.1-8b --machine rtx-4090 --quant F16 --context 131072 --parallel 2",
@@ -126,6 +128,31 @@ def test_closing_programs_is_not_told_where_it_is_not_enough() -> None:
     busy = mac(64, 48, available_bytes=6 * GIB)
     case = mlx_case(locate("llama-3-70b", bits=8), busy, Request(context_tokens=8192))
     assert "programs" not in [one.kind for one in remedies(case)]
+
+
+def test_fewer_sequences_are_told_where_that_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, *ASKED[7].split())
+    assert found["max_batch_size"] is not None
+    told = {one["kind"]: one["options"] for one in found["advice"]}
+    assert told["batch"] == ["--batch-size", str(found["max_batch_size"])]
+
+
+def test_the_advice_of_a_quantized_cache_says_in_how_many_layers_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Gemma 3 27B: every sixth of 62 layers attends to the whole context (its config.json)."""
+    found = document(capsys, "gemma-3-27b", "--ram", "24GB", "-c", "40000")
+    texts = [one["text"] for one in found["advice"] if "--kv-bits" in one["options"]]
+    assert texts
+    assert all("quantizes the caches of 10 of 62 layers" in text for text in texts)
+
+
+def test_a_checkpoint_of_mixed_widths_is_told_to_be_quantized_throughout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """gpt-oss stores its experts in MXFP4 and the rest in 16 bits (its config.json)."""
+    told = {one["kind"]: one for one in document(capsys, *ASKED[6].split())["advice"]}
+    assert (told["bits"]["options"], told["bits"]["verdict"]) == (["--bits", "4"], "tight")
 
 
 def test_the_wired_limit_is_told_last_with_how_to_keep_and_to_undo_it(

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from uma.cli import main
 from uma.cli.asked import OWN_OPTIONS
@@ -79,6 +81,123 @@ def test_a_machine_that_contradicts_itself_is_refused(
     capsys: pytest.CaptureFixture[str], options: list[str], words: str
 ) -> None:
     assert words in refused(capsys, LLAMA, *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--machine", "rtx-4090", "--macos", "26"], "--macos sets the GPU limit of a Mac"),
+        (["--machine", "rtx-4090", "--host-ram", "1KB"], "less than a machine has"),
+        (["--machine", "rtx-4090", "--bits", "4", "--quant", "Q8_0"], "--bits and --quant"),
+        (["--ram", "64GB", "--bits", "8", "--quant", "4bit"], "--bits and --quant"),
+        (["--machine", "rtx-4090", "-np", "4", "--batch-size", "2"], "--parallel 4 and --batch"),
+        (["--machine", "rtx-4090", "-np", "257"], "256"),
+        (["--machine", "rtx-4090", "-ub", "100000000000"], "65536"),
+        (["--machine", "rtx-4090", "--batch-size", "1000000000000"], "1048576"),
+        (["--machine", "rtx-4090", "--batch-size", str(10**20)], "1048576"),
+        (
+            ["--machine", "rtx-4090", "--engine", "vllm", "--gpu-memory-utilization", "nan"],
+            "is no share",
+        ),
+        (["--machine", "rtx-4090", "--engine", "vllm", "--requests", ""], "512+128x9"),
+        (["-c", "8x"], "such as 8192 or 8k"),
+        (["-c", "0"], "such as 8192 or 8k"),
+        (["-c", "9" * 5000], "such as 8192 or 8k"),
+    ],
+)
+def test_what_would_be_left_out_or_means_nothing_is_refused(
+    capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    assert words in refused(capsys, LLAMA, *options)
+
+
+def test_equal_numbers_of_sequences_do_not_contradict(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, LLAMA, "--machine", "rtx-4090", "-np", "2", "--batch-size", "2")
+    assert found["workload"]["batch_size"] == 2
+
+
+def test_an_empty_name_is_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "name is empty" in refused(capsys, "", "--ram", "64GB")
+    assert "name is empty" in refused(capsys, "--model", "", "--ram", "64GB")
+
+
+@pytest.mark.parametrize("command", ["estimate", "models"])
+def test_a_context_is_told_in_thousands_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    options = [LLAMA, "--ram", "64GB", *(["--fits"] if command == "models" else []), "--json"]
+    texts = set()
+    for words in (["-c", "8k"], ["-c", "8192"], ["--context", "8,192"], []):
+        assert main([command, *options, *words]) in (0, 3)
+        texts.add(capsys.readouterr().out)
+    monkeypatch.setenv("UMA_CONTEXT", "8K")
+    assert main([command, *options]) in (0, 3)
+    assert texts == {capsys.readouterr().out}
+
+
+def test_models_refuse_a_speed_that_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--fits", "--ram", "64GB", "--min-tps", "nan"]) == 2
+    assert "--min-tps nan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers", "llama.cpp", "mlx"])
+def test_more_context_than_the_model_was_made_for_is_noted(
+    capsys: pytest.CaptureFixture[str], engine: str
+) -> None:
+    on = ["--ram", "64GB"] if engine == "mlx" else ["--machine", "2xh100"]
+    notes = document(capsys, LLAMA, *on, "--engine", engine, "-c", "16384")["notes"]
+    note = next(note for note in notes if "made for 8,192 tokens of context" in note)
+    assert ("--max-model-len" in note) == (engine == "vllm")
+    within = document(capsys, LLAMA, *on, "--engine", engine, "-c", "8192")["notes"]
+    assert not any("made for" in note for note in within)
+
+
+def test_the_title_shows_no_control_characters(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "a\x1b[2J\nb\u202ec"
+    folder.mkdir()
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    more = {"intermediate_size": 64, "num_attention_heads": 1, "rms_norm_eps": 1e-5}
+    (folder / "config.json").write_text(json.dumps(config | more))
+    save_file({"model.norm.weight": np.zeros(64, np.float16)}, folder / "model.safetensors")
+    main(["estimate", str(folder), "--ram", "64GB"])
+    title = capsys.readouterr().out.splitlines()[0]
+    assert title.endswith("a\\x1b[2J\\nb\\u202ec on 64.00 GiB of unified memory")
+
+
+def test_a_step_that_is_lowered_in_vain_is_not_said_to_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = document(capsys, LLAMA, "--ram", "16GB", "--bits", "8", "-c", "60000")
+    assert found["verdict"] == "exceeds"
+    note = next(note for note in found["notes"] if "prefill step lowered" in note)
+    assert note.endswith("to come closest")
+
+
+def test_the_largest_tight_context_is_the_one_that_models_tells(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--ram", "16GB", "-c", "4096", "--json"]
+    assert main(["models", "qwen3-14b", "--fits", *options]) == 0
+    listed = json.loads(capsys.readouterr().out)["models"]
+    row = next(row for row in listed if row["verdict"] == "tight")
+    found = document(capsys, row["name"], "--bits", str(row["bits"]), *options[:-1])
+    assert found["verdict"] == "tight"
+    assert found["tight_context_tokens"] == row["max_context_tokens"]
+    main(["estimate", row["name"], "--bits", str(row["bits"]), *options[:-1]])
+    assert f"tight up to {row['max_context_tokens']:,}" in capsys.readouterr().out
+    assert document(capsys, LLAMA, "--ram", "64GB")["tight_context_tokens"] is None
+
+
+def test_it_is_noted_in_how_many_layers_a_cache_is_quantized(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Gemma 3 27B: every sixth of 62 layers attends to the whole context (its config.json)."""
+    found = document(capsys, "gemma-3-27b", "--ram", "64GB", "--kv-bits", "8")
+    assert any("quantizes the caches of 10 of 62 layers" in note for note in found["notes"])
+    whole = document(capsys, LLAMA, "--ram", "64GB", "--kv-bits", "8")
+    assert not any("quantizes" in note for note in whole["notes"])
 
 
 # --- the engine --------------------------------------------------------------------------------

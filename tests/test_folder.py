@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from test_gguf_header import written
 
 from uma.checkpoint import default_model
-from uma.checkpoint.source import locate, probe
+from uma.checkpoint.source import fetch, locate, probe
 from uma.errors import CheckpointError, UnknownName
 
 
@@ -138,7 +138,13 @@ def test_weights_of_another_layout_are_named(tmp_path):
 def test_a_config_alone_is_told_to_lack_weights(tmp_path):
     folder = model_folder(tmp_path / "m")
     (folder / "model.safetensors").unlink()
-    refused(folder, "download the weights")
+    for path in (folder, folder / "config.json"):
+        source = locate(str(path))
+        assert source.config == json.loads((folder / "config.json").read_text())
+        assert source.path is None
+        for get in (probe, fetch):
+            with pytest.raises(CheckpointError, match="download the weights"):
+                get(source)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "\x00", '{"a":1,"a":2}'])
@@ -150,7 +156,7 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path, text):
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path):
     folder = model_folder(tmp_path / "m")
-    refused(folder / "model.safetensors", "give a .gguf file, or the folder")
+    refused(folder / "model.safetensors", "give a .gguf file, a config.json")
 
 
 def test_an_alias_is_described_by_the_catalog_without_a_network():

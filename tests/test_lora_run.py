@@ -78,7 +78,7 @@ def tensors(folder: Path) -> dict[str, list[Any]]:
 
 
 def stop_after(iteration: int) -> dict[str, Any]:
-    """Options of a run that is asked to stop in the iteration after this one's report."""
+    """Options of a run that ends with the update after the report of ``iteration``."""
     seen: list[int] = []
     return {
         "on_event": lambda event: seen.append(event["iteration"]),
@@ -93,10 +93,10 @@ def test_a_resumed_run_ends_bit_for_bit_where_an_unbroken_one_does(
     asked = recipe(optimizer=optimizer)
     trained(base, tmp_path / "whole", asked)
     _, stopped = trained(base, tmp_path / "parts", asked, **stop_after(4))
-    assert stopped.progress.iteration == 4
+    assert stopped.progress.iteration == 6
     _, result = trained(base, tmp_path / "parts", asked, resume=True)
     assert result.progress.iteration == 12
-    assert result.notes == ("resumed from iteration 4",)
+    assert result.notes == ("resumed from iteration 6",)
     assert tensors(tmp_path / "parts") == tensors(tmp_path / "whole")
 
 

@@ -202,6 +202,26 @@ def test_sliced_attention_is_whole_attention(mask: str, kv_heads: int) -> None:
         assert relative(one, other) <= TOLERANCE
 
 
+def test_only_one_slice_of_attention_is_held_at_a_time() -> None:
+    q, k, v = (mx.random.normal((1, 8, 1024, 16)) for _ in range(3))
+    mx.eval(q, k, v)
+
+    def peak() -> int:
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+
+        def attend(*inputs: mx.array) -> mx.array:
+            return mx.fast.scaled_dot_product_attention(*inputs, scale=0.25, mask="causal")
+
+        mx.eval(mx.vjp(attend, [q, k, v], [q])[1])
+        return mx.get_peak_memory() - before
+
+    whole = peak()
+    with sliced_attention(1 << 20):
+        assert peak() < 0.15 * whole
+
+
 def test_a_long_row_costs_the_step_a_fraction_of_the_memory() -> None:
     """Half the length or vocabulary would do: the score matrices and the logits are never whole."""
     model = adapted("full", overrides={"vocab_size": 32_768})

@@ -174,6 +174,22 @@ def test_vram_and_host_memory_override_each_card_and_the_host() -> None:
     assert machine.bandwidth_bytes_per_s == 1008 * GB
 
 
+@pytest.mark.parametrize("name", ["rtx-4090", "2x4090"])
+def test_the_driver_keeps_as_much_of_a_card_of_another_size(name: str) -> None:
+    as_named = machine_of(name)
+    smaller = machine_of(name, vram_bytes=20 * GIB)
+    same = machine_of(name, vram_bytes=as_named.devices[0].memory_bytes)
+    assert (same.limit_bytes, same.limit_high_bytes) == (
+        as_named.limit_bytes,
+        as_named.limit_high_bytes,
+    )
+    assert smaller.limit_bytes - smaller.memory_bytes == (
+        as_named.limit_bytes - as_named.memory_bytes
+    )
+    with pytest.raises(UsageError, match="driver alone keeps"):
+        machine_of(name, vram_bytes=GIB // 4)
+
+
 def test_a_card_given_to_this_machine_makes_its_memory_the_hosts() -> None:
     here = read_machine()
     if here.kind != "host":

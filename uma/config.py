@@ -19,14 +19,18 @@ def read_config(path: Path, known: Collection[str]) -> dict[str, str | list[str]
         UsageError: If the file cannot be read, is no TOML, or has a name that is not ``known`` or
             a value that is neither text, number nor boolean.
     """
-    if not path.is_file():
-        return {}
     import tomllib
 
     try:
+        if not path.is_file():
+            return {}
         with path.open("rb") as file:
             rows = tomllib.load(file)
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise UsageError(
+            f"settings cannot be read: {error}; XDG_CONFIG_HOME names another folder for them"
+        ) from None
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: {error}; correct the file or remove it") from None
     settings: dict[str, str | list[str]] = {}
     for key, value in rows.items():

@@ -77,6 +77,8 @@ WRAPPERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_vl_moe": ("qwen3_moe", "language_model", {}),
 }
 
+LONGEST_NAME = 80  # of a model_type: more is no name, and would be shown whole
+
 # Sizes that are looped over are bounded well above those of any model, the others against
 # numbers that are none.
 MAX_SIZE = 1 << 32
@@ -118,6 +120,11 @@ def model_type_of(config: Mapping[str, Any]) -> str:
         model_type = MODEL_TYPES.get(_architectures(config)[0])
     if not isinstance(model_type, str):
         raise CheckpointError("config.json has no 'model_type'")
+    if len(model_type) > LONGEST_NAME:
+        raise CheckpointError(
+            f"config.json has a 'model_type' of {len(model_type):,} characters: "
+            f"{model_type[:LONGEST_NAME]!r}..."
+        )
     return model_type
 
 
@@ -233,6 +240,7 @@ def _text_module(config: Mapping[str, Any], module: str) -> tuple[str, dict[str,
 
 def _checked(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """``values`` if its sizes are numbers that a model can have, before they are multiplied."""
+    _check_types(values)
     for key, value in values.items():
         if key in NESTED_SIZES and isinstance(value, Mapping):
             _checked(value)
@@ -246,6 +254,22 @@ def _checked(values: Mapping[str, Any]) -> Mapping[str, Any]:
                 f"config.json has {key} {value!r}, which is not a size up to {limit:,}"
             )
     return values
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    """Keys whose wrong type would be taken for another layout: a text is true, and has letters."""
+    kinds = values.get("layer_types")
+    if kinds is not None and not (
+        isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
+    ):
+        raise CheckpointError(
+            f"config.json has layer_types {kinds!r:.80}, which is no list of names"
+        )
+    tied = values.get("tie_word_embeddings")
+    if tied is not None and not isinstance(tied, bool):
+        raise CheckpointError(
+            f"config.json has tie_word_embeddings {tied!r:.80}, which is neither true nor false"
+        )
 
 
 def _is_positive(value: Any) -> bool:

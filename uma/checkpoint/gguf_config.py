@@ -1,15 +1,16 @@
 """``config.json`` of a GGUF file as an estimate needs it: shapes of caches and layers, no more.
 
-Wider than what is converted (``uma.runtime.gguf``). Keys: gguf-py/gguf/constants.py. What they stand
-for: ``set_gguf_parameters`` of conversion/*.py and ``load_arch_hparams`` of src/models/*.cpp, all of
-llama.cpp b11434. Checked against what that converter writes for the catalog's models.
+Wider than what is converted (``uma.runtime.gguf``). Keys: gguf-py/gguf/constants.py. What they
+stand for: ``set_gguf_parameters`` of conversion/*.py, ``load_arch_hparams`` of src/models/*.cpp,
+all of llama.cpp b11434. Checked against what that converter writes for the catalog's models.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from uma.checkpoint.gguf import GGUFArray, GGUFHeader, shown
+from uma.checkpoint.bounded_json import shown
+from uma.checkpoint.gguf import GGUFArray, GGUFHeader
 from uma.errors import CheckpointError, UnsupportedModel
 
 MAX_LAYERS = 1_000
@@ -50,10 +51,10 @@ class Keys:
     def size(self, key: str, default: int | None = None) -> int:
         """A whole number; of a list the largest."""
         value = self.get(key, default)
-        found = max(value, default=None) if isinstance(value, list) else value
-        if not _is_size(found):
+        found = value if isinstance(value, list) else [value]
+        if not found or not all(_is_size(one) for one in found):
             raise self._wrong(key, value)
-        return int(found)
+        return max(map(int, found))
 
     def _wrong(self, key: str, value: Any) -> CheckpointError:
         if value is None:
@@ -172,6 +173,17 @@ def _llama4(keys: Keys, fields: Fields) -> Fields:
     }
 
 
+def _from_layer(keys: Keys, fields: Fields) -> Fields:
+    """Experts from the first layer that is not led by a dense one, and in each of some."""
+    layers, dense = fields["num_hidden_layers"], fields["first_k_dense_replace"]
+    step = keys.size("interleave_moe_layer_step", 1)
+    return {
+        "moe_layer_start_index": dense,
+        "moe_layer_end_index": layers - 1,
+        "moe_layer_interval": step,
+    }
+
+
 def _latent(keys: Keys, fields: Fields) -> Fields:
     """Widths of the latents; files before the absorbed form have no ``_mla`` keys."""
     rope = keys.size("rope.dimension_count")
@@ -283,22 +295,71 @@ def _mamba(keys: Keys, fields: Fields) -> Fields:
     }
 
 
+def _nemotron(keys: Keys, fields: Fields) -> Fields:
+    """Layers have one part: attention, a feed-forward part, or neither and so a state."""
+    layers = fields["num_hidden_layers"]
+    attends = keys.each("attention.head_count_kv", layers)
+    feeds = keys.each("feed_forward_length", layers)
+    feed = "E" if keys.size("expert_count", 0) else "-"
+    pairs = zip(attends, feeds, strict=True)
+    heads = keys.size("ssm.time_step_rank")
+    return {
+        "hybrid_override_pattern": "".join("*" if a else feed if f else "M" for a, f in pairs),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": keys.size("ssm.inner_size") // max(1, heads),
+        "ssm_state_size": keys.size("ssm.state_size"),
+        "n_groups": keys.size("ssm.group_count"),
+        "conv_kernel": keys.size("ssm.conv_kernel"),
+        "moe_shared_expert_intermediate_size": keys.size("expert_shared_feed_forward_length", 0),
+        "moe_latent_size": keys.size("moe_latent_size", 0) or None,
+        "mamba_proj_bias": False,
+        "use_conv_bias": True,
+    }
+
+
+def _gemma4(keys: Keys, fields: Fields) -> Fields:
+    """Full layers have wider heads than those with a window, and perhaps fewer of keys."""
+    layers, types = fields["num_hidden_layers"], fields["layer_types"]
+    keyed = keys.each("attention.head_count_kv", layers)
+    by_type = dict(zip(types, keyed, strict=True))
+    full = by_type.get("full_attention")
+    return {
+        "head_dim": keys.size("attention.key_length_swa"),
+        "global_head_dim": fields["head_dim"],
+        "num_key_value_heads": by_type.get("sliding_attention", full),
+        "num_global_key_value_heads": full,
+        "num_kv_shared_layers": keys.size("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": keys.size("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": fields["vocab_size"],
+        "enable_moe_block": bool(fields["num_experts"]),
+        "top_k_experts": fields["num_experts_per_tok"],
+        "intermediate_size": min(keys.each("feed_forward_length", layers)),
+        "use_double_wide_mlp": len(set(keys.each("feed_forward_length", layers))) > 1,
+        "attention_k_eq_v": full != by_type.get("sliding_attention", full),
+    }
+
+
 Rule = Callable[[Keys, Fields], Fields]
 FAMILIES: dict[str, tuple[str, tuple[Rule, ...]]] = {
     "llama": ("llama", (_mixtral,)),
+    "afmoe": ("afmoe", (_experts, _windows(4))),
     "apertus": ("apertus", ()),
     "arcee": ("arcee", ()),
     "bitnet": ("bitnet", ()),
+    "chatglm": ("glm", ()),
     "command-r": ("cohere", ()),
     "deepseek2": ("deepseek_v3", (_experts, _latent)),
     "deepseek32": ("deepseek_v32", (_experts, _latent, _indexer)),
     "dots1": ("dots1", (_experts,)),
     "ernie4_5": ("ernie4_5", ()),
+    "ernie4_5-moe": ("ernie4_5_moe", (_experts, _from_layer)),
     "exaone4": ("exaone4", (_windows(4),)),
     "gemma": ("gemma", ()),
     "gemma2": ("gemma2", (_windows(2),)),
     "gemma3": ("gemma3_text", (_windows(6),)),
     "gemma3n": ("gemma3n", (_windows(5), _gemma3n)),
+    "gemma4": ("gemma4_text", (_experts, _windows(6), _gemma4)),
+    "glm-dsa": ("glm_moe_dsa", (_experts, _latent, _indexer)),
     "glm4": ("glm4", ()),
     "glm4moe": ("glm4_moe", (_experts,)),
     "gpt-oss": ("gpt_oss", (_experts_as_wide_as_layers, _windows(2))),
@@ -308,14 +369,18 @@ FAMILIES: dict[str, tuple[str, tuple[Rule, ...]]] = {
     "hunyuan-dense": ("hunyuan_v1_dense", ()),
     "lfm2": ("lfm2", (_convolutions,)),
     "lfm2moe": ("lfm2_moe", (_experts, _convolutions)),
-    "llama4": ("llama4_text", (_llama4,)),
+    "llama4": ("llama4", (_llama4,)),
     "mamba": ("mamba", (_mamba,)),
     "minimax-m2": ("minimax_m2", (_experts_as_wide_as_layers,)),
     "mistral3": ("ministral3", ()),
+    "mistral4": ("mistral4", (_experts, _latent)),
+    "nemotron_h": ("nemotron_h", (_experts, _nemotron)),
+    "nemotron_h_moe": ("nemotron_h", (_experts, _nemotron)),
     "olmo": ("olmo", ()),
     "olmo2": ("olmo2", (_windows(4), _olmo3)),
     "olmoe": ("olmoe", (_experts_as_wide_as_layers,)),
     "phi3": ("phi3", ()),
+    "phi2": ("phi", ()),
     "qwen2": ("qwen2", ()),
     "qwen2moe": ("qwen2_moe", (_experts,)),
     "qwen2vl": ("qwen2", ()),
@@ -328,6 +393,7 @@ FAMILIES: dict[str, tuple[str, tuple[Rule, ...]]] = {
     "qwen3vlmoe": ("qwen3_moe", (_experts,)),
     "seed_oss": ("seed_oss", ()),
     "smollm3": ("smollm3", ()),
+    "stablelm": ("stablelm", ()),
     "starcoder2": ("starcoder2", ()),
 }
 """By ``general.architecture``: the ``model_type`` and what is read beside the common keys."""

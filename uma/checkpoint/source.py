@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from uma.checkpoint.hub import Repository, RepositoryFile
     from uma.checkpoint.safetensors import Header
 
+CONFIG_ALONE = "config.json without weights"
+
 Kind = Literal["mlx", "huggingface", "gguf", "hub", "catalog", "default"]
 """``mlx``, ``huggingface`` and ``gguf`` are on this disk, also where they came from the hub."""
 
@@ -35,7 +37,8 @@ class ModelSource:
 
     ``path`` is its folder or GGUF file on this disk, None while it is still to be fetched from
     ``repo``. ``weight_bytes`` sums the tensors as stored, and ``origin`` names what that and
-    ``config`` were read from. ``published_bytes`` is what others say a repository holds.
+    ``config`` were read from. ``published_bytes`` is what others say a repository holds. A model of
+    kind ``catalog`` is known by its shapes: from the catalog, or from a ``config.json`` alone.
     """
 
     name: str
@@ -75,7 +78,7 @@ def locate(
     if os.path.isfile(path):  # unlike Path.is_file, false for a name that no path can have
         return _from_file(model, path)
     if os.path.isdir(path) and (_looks_like_path(model) or _holds_model(path)):
-        return _from_folder(model, path)
+        return _from_config(model, path) if _is_config_alone(path) else _from_folder(model, path)
     if _looks_like_path(model):
         raise CheckpointError(
             f"{model}: no such file or folder; give one, or a name such as llama-3-8b"
@@ -94,6 +97,7 @@ def probe(source: ModelSource) -> ModelSource:
         HubError: If the hub cannot be reached, or refuses.
         CheckpointError: If the repository is not a whole model.
     """
+    _require_weights(source)
     if source.path is not None or source.repo is None:
         return source
     from uma.checkpoint import hub
@@ -137,6 +141,7 @@ def fetch(
         folder = cache_dir or models_folder()
         default_model.fetch_default_model(folder, progress)
         return _default(source.name, folder)
+    _require_weights(source)
     if source.repo is None:
         raise HubError(f"{source.name}: no repository is known to fetch it from")
     from uma.checkpoint import hub
@@ -149,6 +154,14 @@ def fetch(
     else:
         found = _from_folder(source.name, hub.download(repository, progress=progress))
     return replace(found, repo=source.repo, revision=source.revision, resolution=source.resolution)
+
+
+def _require_weights(source: ModelSource) -> None:
+    if source.origin == CONFIG_ALONE:
+        raise CheckpointError(
+            f"{source.name}: has no weights, which is enough for an estimate; to run it download "
+            "the weights, and give their folder"
+        )
 
 
 def models_folder() -> Path:
@@ -199,6 +212,8 @@ def _holds_model(folder: Path) -> bool:
 def _from_file(name: str, path: Path) -> ModelSource:
     if path.suffix.lower() == ".gguf":
         return _from_gguf(name, path)
+    if path.name == "config.json":
+        return _from_config(name, path)
     from uma.checkpoint.gguf import MAGIC
 
     try:
@@ -208,8 +223,22 @@ def _from_file(name: str, path: Path) -> ModelSource:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     raise CheckpointError(
-        f"{path}: not a GGUF file; give a .gguf file, or the folder that holds config.json"
+        f"{path}: not a GGUF file; give a .gguf file, a config.json, or the folder that holds it"
     )
+
+
+def _is_config_alone(folder: Path) -> bool:
+    """Whether a folder has a configuration, and nothing that could be weights or name them."""
+    weights = ("safetensors", "safetensors.index.json", "gguf", "bin", "pt", "pth", "pkl")
+    return (folder / "config.json").is_file() and not any(
+        next(folder.glob(f"*.{ending}"), None) for ending in weights
+    )
+
+
+def _from_config(name: str, path: Path) -> ModelSource:
+    """A configuration, the file or its folder: what an estimate needs, and no more."""
+    file = path / "config.json" if path.is_dir() else path
+    return ModelSource(name=name, kind="catalog", origin=CONFIG_ALONE, config=load_object(file))
 
 
 def _from_gguf(name: str, path: Path) -> ModelSource:

@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from uma.cli.options import RunOptions, size_option
+import typer
+
+from uma.cli.options import RunOptions, given, size_option
 from uma.errors import RuntimeUnavailable, UnsupportedModel, UsageError
 from uma.workload import Engine, Inference
 
@@ -88,6 +90,36 @@ def engine_asked(engine: Engine | None, machine: "Machine", given: list[str]) ->
     return found
 
 
+def check_options(
+    context: typer.Context, machine: "Machine", chosen: RunOptions, sizes: dict[str, str | None]
+) -> None:
+    """Refuse options of which one would be left out in silence.
+
+    Raises:
+        UsageError: If two contradict each other, or one means nothing on this machine.
+    """
+    from uma.machine.named import sold_bytes
+    from uma.units import GIB
+
+    params = context.params
+    if chosen.bits is not None and chosen.quant is not None:
+        raise UsageError("--bits and --quant both say the format of the weights: give one of them")
+    parallel = params["parallel"]
+    if parallel is not None and given(context, "batch_size") and parallel != chosen.batch_size:
+        raise UsageError(
+            f"--parallel {parallel} and --batch-size {chosen.batch_size} both say how many "
+            "sequences run at once: give one of them"
+        )
+    if params["macos"] is not None and machine.backend != "metal":
+        raise UsageError(f"--macos sets the GPU limit of a Mac, which {machine.name} is not")
+    share = params["gpu_memory_utilization"]
+    if not 0 < share <= 1:
+        raise UsageError(f"--gpu-memory-utilization {share} is no share: give one such as 0.92")
+    host_ram = sizes["host_ram"]
+    if host_ram is not None and sold_bytes(host_ram, "--host-ram") < GIB:
+        raise UsageError(f"--host-ram: {host_ram} is less than a machine has")
+
+
 def own_options(engine: Engine, params: dict[str, Any]) -> dict[str, Any]:
     """The values of an engine's own options, by the fields of its settings."""
     fields = {field: name for name, (of, field) in OWN_OPTIONS.items() if of == engine and field}
@@ -116,7 +148,10 @@ def engine_case_asked(
     chosen: RunOptions, engine: Engine, machine: "Machine", options: dict[str, Any]
 ) -> "tuple[ModelSource, EngineCase]":
     """The model under another engine, with that engine's own ``options``."""
+    from dataclasses import replace
+
     from uma.architecture import architecture_from_config
+    from uma.checkpoint.gguf_config import config_of_gguf
     from uma.cli.plan import described, located
     from uma.machine import budget_of
     from uma.plan.engine_case import engine_case
@@ -126,7 +161,11 @@ def engine_case_asked(
     as_stored = engine == "llama.cpp" and quant is None
     # The format is the engine's own: what the name stands for without it.
     plain = chosen._replace(quant=None, bits=None)
-    source = described(plain, located(plain))
+    source = located(plain)
+    if source.gguf_headers:
+        source = replace(source, config=config_of_gguf(source.gguf_headers[0]))
+    else:
+        source = described(plain, source)
     if source.config is None:
         raise UnsupportedModel(f"{source.name}: its configuration is not known")
     budget = budget_of(

@@ -42,12 +42,14 @@ def estimate(
             "--context",
             "--ctx-size",
             "-c",
-            min=1,
-            max=opt.MAX_CONTEXT_TOKENS,
+            parser=opt.context_tokens,
+            metavar="TOKENS",
             help="Prompt plus answer of each sequence, in tokens.",
         ),
     ] = Inference().context_tokens,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Sequences at once.")] = 1,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=1, max=1 << 20, help="Sequences at once.")
+    ] = 1,
     prefill_step_size: opt.PrefillStep = None,
     kv_bits: opt.KvBits = None,
     kv_group_size: opt.KvGroupSize = DEFAULT_KV_GROUP_SIZE,
@@ -57,7 +59,9 @@ def estimate(
     ] = False,
     parallel: Annotated[
         int | None,
-        typer.Option("--parallel", "-np", min=1, help="llama.cpp: slots, each with the context."),
+        typer.Option(
+            "--parallel", "-np", min=1, max=256, help="llama.cpp: slots, each with the context."
+        ),
     ] = None,
     cache_type_k: Annotated[
         str, typer.Option("--cache-type-k", "-ctk", help="llama.cpp: type of the keys.")
@@ -66,7 +70,10 @@ def estimate(
         str, typer.Option("--cache-type-v", "-ctv", help="llama.cpp: type of the values.")
     ] = "f16",
     ubatch_size: Annotated[
-        int, typer.Option("--ubatch-size", "-ub", min=1, help="llama.cpp: tokens per graph.")
+        int,
+        typer.Option(
+            "--ubatch-size", "-ub", min=1, max=1 << 16, help="llama.cpp: tokens per graph."
+        ),
     ] = 512,
     flash_attn: Annotated[
         FlashAttention, typer.Option("--flash-attn", "-fa", help="llama.cpp: fused attention.")
@@ -183,6 +190,7 @@ def _estimate(
     machine = asked.machine_asked(engine, named, macos, sizes)
     if trained is not None:
         return tr.training(chosen, trained, engine, machine)
+    asked.check_options(context, machine, chosen, sizes)
     given = [name for name in asked.OWN_OPTIONS if opt.given(context, name)]
     engine = asked.engine_asked(engine, machine, given)
     if engine == "mlx":
@@ -191,7 +199,7 @@ def _estimate(
     else:
         options = asked.own_options(engine, params)
         source, other = asked.engine_case_asked(chosen, engine, machine, options)
-        pages = asked.paging(params["requests"], other) if params["requests"] else None
+        pages = asked.paging(params["requests"], other) if params["requests"] is not None else None
         found = findings(other, paging=pages, compare=asked.compare_command(chosen, named))
     if chosen.json:
         print(json_module.dumps(estimate_json(found, model_json(source)), indent=2))

@@ -26,12 +26,14 @@ Overlong = Annotated[
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows of a batch.")]
 
-lora = typer.Typer(add_completion=False, no_args_is_help=True, **SETTINGS)
+lora = typer.Typer(add_completion=False, invoke_without_command=True, **SETTINGS)
 
 
 @lora.callback()
-def group() -> None:
+def group(context: typer.Context) -> None:
     """Fine-tune a model inside the memory you have: LoRA, DoRA, or whole layers."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @lora.command()

@@ -3,6 +3,7 @@
 import json as json_module
 import re
 from decimal import Decimal
+from math import isfinite
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -48,8 +49,8 @@ def models(
             "--context",
             "--ctx-size",
             "-c",
-            min=1,
-            max=opt.MAX_CONTEXT_TOKENS,
+            parser=opt.context_tokens,
+            metavar="TOKENS",
             help="With --fits: prompt plus answer, in tokens.",
         ),
     ] = Inference().context_tokens,
@@ -98,6 +99,8 @@ def models(
     from uma.plan.choice import Wanted
 
     opt.require_numbers(min_tps=min_tps)
+    if min_tps is not None and not isfinite(min_tps):
+        raise UsageError(f"--min-tps {min_tps} is no number of tokens per second")
     wanted = Wanted(
         context_tokens=context,
         engine=engine,

@@ -1,6 +1,7 @@
 """Options that several commands share, declared once; names as in mlx-lm where it has them."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -11,6 +12,7 @@ from uma.errors import UsageError
 from uma.units import parse_bytes
 from uma.workload import DEFAULT_KV_GROUP_SIZE
 
+_TOKENS = re.compile(r"(\d[\d,_]*)([km]?)", re.IGNORECASE)
 MAX_CONTEXT_TOKENS = 1 << 24  # above the longest model's: Llama 4 Scout, 10,485,760
 
 
@@ -45,6 +47,8 @@ def chosen_model(context: typer.Context, argument: str | None, option: str | Non
     """
     if argument is not None and given(context, "model"):
         raise UsageError("the model is given twice: as --model and as the first argument")
+    if "" in (argument, option):
+        raise UsageError("the model's name is empty: leave it out for the model that is shipped")
     return argument or option
 
 
@@ -53,6 +57,25 @@ def complete_model(start: str) -> list[str]:
     from uma.catalog import models, short_name
 
     return [name for name in map(short_name, models()) if name.startswith(start)]
+
+
+def context_tokens(text: str | int) -> int:
+    """A number of tokens; ``8k`` is 8,192, as contexts are named.
+
+    >>> context_tokens("8k"), context_tokens("20,000"), context_tokens(4096)
+    (8192, 20000, 4096)
+    """
+    match = _TOKENS.fullmatch(str(text).strip())
+    tokens = 0
+    if match is not None and len(match[1]) < 16:
+        scale = {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
+        tokens = int(match[1].replace(",", "").replace("_", "")) * scale
+    if not 1 <= tokens <= MAX_CONTEXT_TOKENS:
+        raise typer.BadParameter(
+            f"{str(text)[:40]!r} is not a number of tokens from 1 to {MAX_CONTEXT_TOKENS:,}, such "
+            "as 8192 or 8k"
+        )
+    return tokens
 
 
 def positive(name: str) -> Callable[[int | None], int | None]:

@@ -53,7 +53,7 @@ def inference_terms(
 
     ``activation_bytes`` is 4 where the weights were made float32. On the CPU backend evaluation
     stays at these sizes only under a memory limit (``largest_output_bytes``); without one it runs
-    ahead of them. ``known`` keeps what was worked out for the next workload of the same model in the
+    ahead of them. ``known`` keeps what was worked out for other workloads of the same model in the
     same form. MLX's pool of freed buffers is not among them: its size is a choice of the plan.
     """
     run = Generation(

@@ -147,7 +147,7 @@ def chunks(workload: Inference) -> list[tuple[int, int, int]]:
 
 
 def shorter_ends(workload: Inference) -> list[tuple[int, int, int]]:
-    """Last chunks of shorter prompts, by quarters of a long step.
+    """The last chunk of a shorter prompt, half a long step.
 
     On Metal operations share command buffers by their arrays' sizes, so that a shorter chunk may
     need more than a longer one.
@@ -156,9 +156,8 @@ def shorter_ends(workload: Inference) -> list[tuple[int, int, int]]:
     if step < LONG_STEP:
         return []
     index, tokens, cached = chunks(workload)[-1]
-    quarters = (1, 2, 3) if index == 1 else (2,)
-    parts = [quarter * step // 4 - 1 for quarter in quarters]
-    return [(index, part, cached) for part in parts if part < tokens]
+    part = step // 2 - 1
+    return [(index, part, cached)] if part < tokens else []
 
 
 def prefill(

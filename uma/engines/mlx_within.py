@@ -69,9 +69,9 @@ def _prompts(step: int) -> Iterator[int]:
     """Lengths of prompts: parts of a chunk, one chunk, two, four, and so on.
 
     >>> [n for n, _ in zip(_prompts(2048), range(9))]
-    [64, 128, 256, 512, 1024, 1536, 2048, 4096, 8192]
+    [256, 512, 1024, 1536, 2048, 4096, 8192, 16384, 32768]
     """
-    for length in _lengths(SHORTEST, 2):
+    for length in _lengths(max(SHORTEST, step // 8), 2):
         if length >= step // 2:
             break
         yield length
@@ -106,7 +106,9 @@ def _most(
             break
         most = max(most, found, key=lambda moment: moment.total)
         before, last = found, length
-    caches = max(cache_bytes(generation, _whole_prompt(workload, n)) for n in _ends(tokens, step))
+    sliding = any(c.max_size is not None for caches in generation.cache_groups for c in caches)
+    ends = _ends(tokens, step) if sliding else {tokens}
+    caches = max(cache_bytes(generation, _whole_prompt(workload, n)) for n in ends)
     ceiling = max(most.total, found.total)
     total = ceiling
     if last and tokens < length:

@@ -47,9 +47,7 @@ CUDA_CONTEXT = 358 * MIB
 
 # Models whose attention torch's scaled dot product has no form for, such as soft caps and sinks:
 # ``_supports_sdpa`` of their classes is false, and eager attention is the default.
-EAGER_BY_DEFAULT = frozenset(
-    {"bloom", "deepseek_v4", "gemma2", "gpt_oss", "mimo_v2_flash", "mpt"}
-)
+EAGER_BY_DEFAULT = frozenset({"bloom", "deepseek_v4", "gemma2", "gpt_oss", "mimo_v2_flash", "mpt"})
 
 SEGMENT = 2 * MIB  # c10/cuda/CUDACachingAllocator.h, kRoundLarge: large blocks are whole segments
 SAMPLING_BYTES = 28  # generation/logits_process.py, top-p: two float32, sorted, order, sums, mask

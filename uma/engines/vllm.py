@@ -144,9 +144,7 @@ def splits_heads(architecture: Architecture, num_devices: int) -> bool:
         if isinstance(mixer, Recurrent):
             continue
         keys = mixer.num_key_value_heads if isinstance(mixer, Attention) else num_devices
-        if mixer.num_attention_heads % num_devices or (
-            keys % num_devices and num_devices % keys
-        ):
+        if mixer.num_attention_heads % num_devices or (keys % num_devices and num_devices % keys):
             return False
     return True
 

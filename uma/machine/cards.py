@@ -32,7 +32,7 @@ def discrete(
     """
     others = 0
     if len(devices) > 1:
-        others = _context_bytes() * (len(devices) - 1)
+        others = context_bytes() * (len(devices) - 1)
         notes = (
             f"{len(devices)} cards: {format_gib(others)} are taken off for the contexts of all "
             "but the first",
@@ -63,7 +63,8 @@ def discrete(
     )
 
 
-def _context_bytes() -> int:
+def context_bytes() -> int:
+    """What a process holds on a card before it computes anything."""
     from uma.engines.transformers import CUDA_CONTEXT
 
     return CUDA_CONTEXT

@@ -5,7 +5,7 @@ from functools import reduce
 from typing import TYPE_CHECKING
 
 from uma.errors import UnknownName, UsageError
-from uma.machine.cards import RESERVED_BYTES, discrete
+from uma.machine.cards import RESERVED_BYTES, context_bytes, discrete
 from uma.machine.facts import Device, Machine
 from uma.units import GIB, format_gib
 
@@ -46,7 +46,7 @@ def machine_of(
         return described_machine(ram_bytes, gpu_limit_bytes, macos)
     machine = this_machine() if name is None else machine_named(name, macos=macos)
     if vram_bytes is not None:
-        machine = with_vram(machine, vram_bytes)
+        machine = with_vram(machine, vram_bytes, sold=name is not None)
     if host_ram_bytes is not None:
         machine = _with_host(machine, host_ram_bytes)
     return machine if gpu_limit_bytes is None else with_gpu_limit(machine, gpu_limit_bytes)
@@ -118,8 +118,11 @@ def with_cards(here: Machine, cards: "tuple[Card, ...]", *, wsl: bool = False) -
     )
 
 
-def with_vram(machine: Machine, vram_bytes: int) -> Machine:
+def with_vram(machine: Machine, vram_bytes: int, *, sold: bool = False) -> Machine:
     """``machine`` as if each of its cards, one if it has none, left ``vram_bytes`` to programs.
+
+    With ``sold`` they are what a card of its name has, of which the driver keeps as much as it does
+    without.
 
     Raises:
         UsageError: If its memory is unified, or the size is not positive.
@@ -134,11 +137,14 @@ def with_vram(machine: Machine, vram_bytes: int) -> Machine:
     ]
     own = machine.kind == "host"
     total = vram_bytes * len(devices)
+    most, least = _kept(machine) if sold else (0, 0)
+    if total <= most:
+        raise UsageError(f"--vram: the driver alone keeps {format_gib(most)}; give more")
     return discrete(
         devices,
-        (total, total),
+        (total - most, total - least),
         name=" + ".join(_counted([device.name for device in devices])),
-        source="--vram",
+        source="--vram, less what the driver keeps" if sold else "--vram",
         notes=tuple(note for note in machine.notes if note == SPILL_NOTE),
         host_memory_bytes=machine.limit_bytes if own else machine.host_memory_bytes,
         host_available_bytes=machine.available_bytes if own else machine.host_available_bytes,
@@ -148,6 +154,13 @@ def with_vram(machine: Machine, vram_bytes: int) -> Machine:
         os=machine.os,
         os_version=machine.os_version,
     )
+
+
+def _kept(machine: Machine) -> tuple[int, int]:
+    """What the drivers of all cards keep, at most and at least."""
+    usable = machine.memory_bytes - context_bytes() * (len(machine.devices) - 1)
+    high = machine.limit_high_bytes or machine.limit_bytes
+    return usable - machine.limit_bytes, usable - high
 
 
 def _with_host(machine: Machine, host_ram_bytes: int) -> Machine:

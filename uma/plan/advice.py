@@ -12,7 +12,7 @@ from uma.errors import UsageError
 from uma.ledger import Verdict
 from uma.plan.estimate import Asked, Change, Estimate, ceiling_bytes
 from uma.plan.inference import Case, InferencePlan, Request
-from uma.plan.inverses import largest_context
+from uma.plan.inverses import largest_batch, largest_context
 from uma.plan.limits import smallest_wired_limit_mb, wired_limit_advice
 from uma.plan.mlx_case import MlxCase
 from uma.units import format_gib
@@ -21,7 +21,7 @@ FEWEST_BITS = 4  # below it the answers suffer more than a smaller model's would
 MODELS_TRIED = 4
 OTHERS_LINE = "memory that other programs leave now"
 
-Kind = Literal["programs", "context", "cache", "bits", "together", "model", "wired_limit"]
+Kind = Literal["programs", "context", "batch", "cache", "bits", "together", "model", "wired_limit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +92,19 @@ class _Search:
             yield Advice("programs", text, needed_bytes=needed, verdict="fits")
 
     def singly(self) -> Iterator[Advice]:
-        """One change alone: a shorter context, a cache of 8 bits, fewer bits of the weights."""
+        """One change alone: less context, fewer sequences, a cache of 8 bits, narrower weights."""
         shorter = self._longest(self.asked)
         if shorter is not None:
             yield from self._tried("context", Change(context_tokens=shorter))
+        fewer_sequences = largest_batch(self.asked) if self.asked.workload.batch_size > 1 else None
+        if fewer_sequences is not None:
+            yield from self._tried("batch", Change(batch_size=fewer_sequences))
         yield from self._tried("cache", Change(eight_bit_cache=True))
-        for bits in self._fewer_bits():
-            fewer = list(self._tried("bits", Change(bits=bits)))
+        narrower = [Change(bits=bits) for bits in self._fewer_bits()]
+        if self.asked.bits >= FEWEST_BITS:
+            narrower.insert(0, Change(bits=self.asked.bits, requantize=True))
+        for change in narrower:
+            fewer = list(self._tried("bits", change))
             if fewer:
                 yield fewer[0]
                 return
@@ -165,7 +171,9 @@ class _Search:
         found = None if case is None else case.estimate()
         if found is not None and found.ledger.verdict in self._enough:
             options = self.asked.options(change)
-            yield _advice(kind, " ".join(options), found, options=options)
+            said = [note for note in found.notes if note.startswith("--kv-bits")]
+            told = _advice(kind, " ".join(options), found, options=options)
+            yield replace(told, text="; ".join([told.text, *said]))
 
 
 def _advice(

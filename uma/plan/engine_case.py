@@ -92,7 +92,10 @@ class EngineCase:
             settings = rules_of(self.engine).resolved(self.architecture, settings)
         words = setting_words(self.engine, settings, self.workload)
         if self.engine == "vllm" and self._devices > 1:
-            words = (*rules_of(self.engine).parallel_words(self.architecture, self._devices), *words)
+            words = (
+                *rules_of(self.engine).parallel_words(self.architecture, self._devices),
+                *words,
+            )
         return Estimate(
             architecture=self.architecture,
             machine=self.machine,
@@ -287,9 +290,7 @@ def engine_case(
     return case.stored_as(quant) if file is None else case.stored_in(file)
 
 
-def budget_under(
-    engine: Engine, budget: Budget, machine: Machine, settings: Any = None
-) -> Budget:
+def budget_under(engine: Engine, budget: Budget, machine: Machine, settings: Any = None) -> Budget:
     """What of ``budget`` the engine uses: vLLM of a card no more than its settings reserve.
 
     Raises:

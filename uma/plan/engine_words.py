@@ -97,7 +97,7 @@ def cache_words(engine: Engine, settings: Any) -> str:
 
 
 def setting_words(engine: Engine, settings: Any, workload: Inference) -> tuple[str, ...]:
-    """The engine's own options that its terms depend on, none left open, as they are given to it."""
+    """The engine's own options that its terms depend on, as they are given to it; none is open."""
     if engine == "llama.cpp":
         words = [
             f"-c {workload.context_tokens * max(workload.batch_size, settings.n_parallel)}",

@@ -47,12 +47,16 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What to ask differently; ``None`` and false leave a choice as it is."""
+    """What to ask differently; ``None`` and false leave a choice as it is.
+
+    ``requantize`` asks for ``bits`` in every matrix, where a checkpoint stores some of them wider.
+    """
 
     context_tokens: int | None = None
     batch_size: int | None = None
     bits: int | None = None
     eight_bit_cache: bool = False
+    requantize: bool = False
 
 
 class Asked(Protocol):

@@ -1,9 +1,10 @@
 """An estimate with all that is told beside it: its inverses, advice, offload, and a trace."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from uma.frozen import dataclass
-from uma.plan.estimate import Asked, Estimate
+from uma.plan.estimate import Asked, Estimate, ceiling_bytes
 from uma.plan.inverses import best_format, largest_batch, largest_context
 
 if TYPE_CHECKING:
@@ -31,7 +32,11 @@ class Paging:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """``traced`` is ``uma.runtime.trace.Traced``; ``compare`` the command that weighs machines."""
+    """``max_context_tokens`` is within the budget, ``tight_context_tokens`` within the limit.
+
+    The second is told where the workload is tight. ``traced`` is ``uma.runtime.trace.Traced``,
+    ``compare`` the command that weighs machines.
+    """
 
     estimate: Estimate
     max_context_tokens: int | None
@@ -42,13 +47,26 @@ class Findings:
     paging: Paging | None = None
     traced: Any = None
     compare: str | None = None
+    tight_context_tokens: int | None = None
+
+
+def _with_context_note(found: Estimate) -> Estimate:
+    """MLX's plan says it itself."""
+    longest = found.architecture.max_position_embeddings
+    if found.engine == "mlx" or longest is None or found.workload.context_tokens <= longest:
+        return found
+    note = f"the model was made for {longest:,} tokens of context"
+    if found.engine == "vllm":
+        note += ": vLLM does not start with more (--max-model-len), but for"
+        note += " VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
+    return replace(found, notes=(note, *found.notes))
 
 
 def findings(
     asked: Asked, *, traced: Any = None, paging: Paging | None = None, compare: str | None = None
 ) -> Findings:
     """The estimate, and what would fit; advice and a command to compare where it does not."""
-    found = asked.estimate()
+    found = _with_context_note(asked.estimate())
     advice: tuple[Advice, ...] = ()
     offload = None
     if found.ledger.verdict != "fits":
@@ -63,6 +81,9 @@ def findings(
             offload = best_offload(asked)
     else:
         compare = None
+    tight = None
+    if found.ledger.verdict == "tight":
+        tight = largest_context(asked, ceiling_bytes(asked.budget))
     return Findings(
         estimate=found,
         max_context_tokens=largest_context(asked),
@@ -73,4 +94,5 @@ def findings(
         paging=paging,
         traced=traced,
         compare=compare,
+        tight_context_tokens=tight,
     )

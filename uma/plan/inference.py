@@ -12,6 +12,7 @@ from uma.ledger import Ledger, Verdict, peak
 from uma.machine import Budget, Machine, budget_of, verdict
 from uma.memory.kv_cache import STEP
 from uma.memory.term import MemoryTerm
+from uma.plan.estimate import ceiling_bytes
 from uma.plan.limits import cache_limit_bytes
 from uma.quantization import Quantization
 from uma.workload import (
@@ -243,9 +244,10 @@ def _plan(case: Case, request: Request, budget: Budget, machine: Machine) -> Inf
     notes = [*case.form.notes, *mlx.notes(case.architecture)]
     asked_step = request.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
     if workload.prefill_step_size < min(asked_step, workload.longest_prompt_tokens):
+        fits = case.fits(workload, ceiling_bytes(budget), machine)
         notes.append(
             f"prefill step lowered from {asked_step:,} to {workload.prefill_step_size:,} tokens "
-            "to fit"
+            + ("to fit" if fits else "to come closest")
         )
     longest = case.architecture.max_position_embeddings
     if longest is not None and workload.context_tokens > longest:
@@ -305,11 +307,11 @@ def _decided(case: Case, request: Request, budget: Budget, machine: Machine) -> 
     user insists on.
     """
     asked = wanted(case.architecture, request)
-    steps = _halvings(asked.prefill_step_size)
+    steps = halvings(asked.prefill_step_size)
     if request.context_tokens is None:
         steps = steps[:3]
     smallest = replace(asked, prefill_step_size=steps[-1])
-    ceiling = min(budget.limit_bytes, budget.user_bytes or budget.limit_bytes)
+    ceiling = ceiling_bytes(budget)
     for limit_bytes in (budget.budget_bytes, ceiling):
         if case.form.weights.size_bytes > limit_bytes:
             continue
@@ -338,21 +340,16 @@ def wanted(architecture: Architecture, request: Request) -> Inference:
     )
 
 
-def _halvings(step: int) -> list[int]:
-    """``step``, its half, and so on down to 64.
+def halvings(step: int) -> list[int]:
+    """``step``, its half, and so on down to 64: the steps that a plan may take.
 
-    >>> _halvings(300)
+    >>> halvings(300)
     [300, 150, 75]
     """
     steps = [step]
     while steps[-1] // 2 >= SMALLEST_PREFILL_STEP:
         steps.append(steps[-1] // 2)
     return steps
-
-
-def smallest_step(step: int) -> int:
-    """The prefill step to which a plan goes down for a context that the user insists on."""
-    return _halvings(step)[-1]
 
 
 def _shorter(

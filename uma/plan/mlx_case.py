@@ -7,9 +7,12 @@ from typing import Any
 from uma.architecture import architecture_from_config
 from uma.architecture.layers import Architecture
 from uma.checkpoint.source import ModelSource, locate
+from uma.engines.mlx_cache import layer_caches
 from uma.errors import UmaError, UnsupportedModel, UsageError
 from uma.frozen import dataclass
+from uma.ledger import phase_totals
 from uma.machine import Budget, Machine, budget_of
+from uma.memory.kv_cache import TokenCache
 from uma.plan.estimate import Change, Estimate, bits_per_weight
 from uma.plan.forms import asked_format, forms_of
 from uma.plan.inference import (
@@ -18,8 +21,8 @@ from uma.plan.inference import (
     Case,
     InferencePlan,
     Request,
+    halvings,
     plan_cases,
-    smallest_step,
     wanted,
 )
 from uma.quantization import quantization_of_config
@@ -100,17 +103,34 @@ class MlxCase:
             settings=(f"--prefill-step-size {workload.prefill_step_size}",),
             stored=plan.form.name,
             largest_buffer_bytes=plan.largest_buffer_bytes,
-            notes=(*plan.notes, *plan.architecture.notes, *_left_out(plan)),
+            notes=(
+                *plan.notes,
+                *plan.architecture.notes,
+                *_quantized_caches(plan.architecture, workload),
+                *_left_out(plan),
+            ),
         )
 
     def excess_bytes(self, workload: Inference, limit_bytes: int) -> int:
-        """With the smallest prefill step, to which the plan may go: no step needs less."""
+        """With the smallest prefill step, to which the plan may go, else the one that needs least.
+
+        Where what comes after the prompt is too much, no step helps.
+        """
+        case, (*larger, smallest) = self.cases[-1], halvings(workload.prefill_step_size)
+        least = replace(workload, prefill_step_size=smallest)
+        excess = self._excess_bytes(least, limit_bytes)
+        after = phase_totals(case.terms(least))["decode"] + self.machine.overhead_bytes
+        if excess <= 0 or after > limit_bytes:
+            return excess
+        others = (replace(workload, prefill_step_size=step) for step in larger)
+        return min([excess, *(self._excess_bytes(other, limit_bytes) for other in others)])
+
+    def _excess_bytes(self, workload: Inference, limit_bytes: int) -> int:
         case, most = self.cases[-1], self.machine.max_buffer_bytes
-        smallest = replace(workload, prefill_step_size=smallest_step(workload.prefill_step_size))
-        excess = case.peak_bytes(smallest) + self.machine.overhead_bytes - limit_bytes
+        excess = case.peak_bytes(workload) + self.machine.overhead_bytes - limit_bytes
         if most is None or excess > 0:
             return excess
-        return max(excess, case.largest_buffer_bytes(smallest) - most)
+        return max(excess, case.largest_buffer_bytes(workload) - most)
 
     def changed(self, change: Change) -> "MlxCase | None":
         workload = self.workload
@@ -120,7 +140,7 @@ class MlxCase:
             batch_size=change.batch_size or workload.batch_size,
             kv_bits=8 if change.eight_bit_cache else workload.kv_bits,
         )
-        if change.bits is None or change.bits == self.bits:
+        if change.bits is None or (change.bits == self.bits and not change.requantize):
             return replace(self, request=request)
         source = self.source
         if source.kind in ("gguf", "default"):
@@ -183,6 +203,24 @@ def mlx_case(
     forms = forms_of(source, architecture, backend=machine.backend, **asked)
     cases = tuple(Case(architecture, form, machine.backend, beside) for form in forms)
     return MlxCase(source, cases, request, machine)
+
+
+def _quantized_caches(architecture: Architecture, workload: Inference) -> tuple[str, ...]:
+    """In how many layers ``--kv-bits`` is done, where that is not all of them."""
+    if workload.kv_bits is None:
+        return ()
+    layers = layer_caches(
+        architecture, kv_bits=workload.kv_bits, kv_group_size=workload.kv_group_size
+    )
+    caches = [[c for c in layer.caches if isinstance(c, TokenCache)] for layer in layers]
+    kept = [any(cache.kv_bits for cache in found) for found in caches if found]
+    if all(kept):
+        return ()
+    return (
+        f"--kv-bits {workload.kv_bits} quantizes the caches of {sum(kept)} of {len(kept)} layers: "
+        "those of sliding windows stay as they are (mlx_lm.generate itself raises "
+        "NotImplementedError there)",
+    )
 
 
 def _left_out(plan: InferencePlan) -> tuple[str, ...]:

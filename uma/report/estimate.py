@@ -10,7 +10,7 @@ from uma.plan.estimate import Estimate, phases
 from uma.plan.findings import Findings, Paging
 from uma.report import SCHEMA_VERSION
 from uma.report.ledger import ledger_text
-from uma.units import GIB, format_gib
+from uma.units import GIB, format_gib, printable
 
 if TYPE_CHECKING:
     from uma.plan.advice import Advice
@@ -22,7 +22,7 @@ def estimate_text(found: Findings, model_name: str) -> str:
     """The verdict with all it rests on in a line, the terms against the budget, what would fit."""
     estimate = found.estimate
     lines = [
-        f"{model_name} on {estimate.machine.name}",
+        f"{one_line(model_name)} on {one_line(estimate.machine.name)}",
         verdict_line(estimate),
         *bar_lines(estimate.ledger, estimate.budget.budget_bytes),
         "",
@@ -39,6 +39,15 @@ def estimate_text(found: Findings, model_name: str) -> str:
         lines += traced_lines(found.traced)
     notes = (*estimate.notes, *estimate.machine.notes)
     return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+
+
+def one_line(name: str) -> str:
+    r"""``name`` for a terminal: it may be a folder's, which can hold anything.
+
+    >>> print(one_line("a\n\x1b[2Jb"))
+    a\n\x1b[2Jb
+    """
+    return printable(name).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def verdict_line(estimate: Estimate) -> str:
@@ -124,6 +133,8 @@ def inverses_line(found: Findings) -> str:
         context = f"{found.max_context_tokens:,}"
         if found.max_context_tokens == found.estimate.architecture.max_position_embeddings:
             context += " (the model's maximum)"
+    if found.tight_context_tokens is not None:
+        context += f" (tight up to {found.tight_context_tokens:,})"
     batch = "none" if found.max_batch_size is None else f"{found.max_batch_size:,}"
     return (
         f"largest context that fits: {context}; largest batch: {batch}; best format: "
@@ -205,6 +216,7 @@ def estimate_json(found: Findings, model: dict[str, Any]) -> dict[str, Any]:
         **_sized("headroom", estimate.headroom_bytes),
         "verdict": ledger.verdict,
         "max_context_tokens": found.max_context_tokens,
+        "tight_context_tokens": found.tight_context_tokens,
         "max_batch_size": found.max_batch_size,
         "best_format": found.best_format,
         **_sized("largest_buffer", estimate.largest_buffer_bytes),

@@ -109,9 +109,7 @@ def fine_tune(
     mx.eval(trained)
     optimizer = recipe.make_optimizer()
     settings = _settings(loaded, recipe, data)
-    environment: dict[str, Any] = versions() | {"backend": backend(), "blas": blas}
-    threads = read_state(checkpoints(folder)[-1]).environment.get("threads") if resume else None
-    environment["threads"] = fix_threads(threads)
+    environment = _environment(folder, resume, blas)
     progress = Progress()
     notes: list[str] = []
     if resume:
@@ -153,6 +151,13 @@ def fine_tune(
         resting,
         tuple(notes),
     )
+
+
+def _environment(folder: Path, resume: bool, blas: str) -> dict[str, Any]:
+    """What the last bits depend on; BLAS takes the number of threads that the run began with."""
+    begun = read_state(checkpoints(folder)[-1]).environment if resume else {}
+    threads = fix_threads(begun.get("threads"))
+    return versions() | {"backend": backend(), "blas": blas, "threads": threads}
 
 
 def _settings(loaded: LoadedModel, recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:

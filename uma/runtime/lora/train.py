@@ -155,30 +155,24 @@ def train(
     """Train from ``progress.iteration`` to ``course.iters``.
 
     ``save`` is called after updates, at least every ``save_every`` iterations, at the end, and when
-    ``stopped()`` says so. Validation runs before the first update, and when ``report`` is told.
+    ``stopped()`` says so. Validation runs before the first update, then every ``steps_per_eval``.
 
     Raises:
         Diverged: If a loss or gradient is not finite; the update is not made.
+        UnsupportedModel: If examples are to be packed, and the model does not keep them apart.
     """
-    units = units_of(examples, course.pack_tokens)
     if course.pack_tokens is not None:
         require_packable(model)
-    batches = Batches(units, course.batch_size, course.seed)
+    batches = Batches(units_of(examples, course.pack_tokens), course.batch_size, course.seed)
     window = _Window()
     if not progress.iteration and validation:
         _validate(model, validation, course, progress, report)
-    model.train()
-    while progress.iteration < course.iters and not stopped():
+    halted = stopped()
+    while progress.iteration < course.iters and not halted:
         before = progress.iteration
-        count = min(course.grad_accumulation_steps, course.iters - before)
-        group = [batches[n] for n in range(before, before + count)]
-        started = time.perf_counter()
-        loss, gradients = _accumulated(model, group, before)
-        _update(model, optimizer, gradients, course.max_grad_norm)
-        tokens = sum(map(targets_of, group))
-        window.add(loss, tokens, count, time.perf_counter() - started)
-        progress.iteration += count
-        progress.trained_tokens += tokens
+        model.train()
+        _step(model, optimizer, batches, course, progress, window)
+        halted = stopped()
         done = progress.iteration == course.iters
         if done or _passed(before, progress.iteration, course.steps_per_report):
             progress.train_loss = window.loss
@@ -186,10 +180,30 @@ def train(
             window = _Window()
         if validation and (done or _passed(before, progress.iteration, course.steps_per_eval)):
             _validate(model, validation, course, progress, report)
-            model.train()
-        if done or stopped() or _passed(before, progress.iteration, course.save_every):
+        if done or halted or _passed(before, progress.iteration, course.save_every):
             save(progress)
     return progress
+
+
+def _step(
+    model: nn.Module,
+    optimizer: Any,
+    batches: Batches,
+    course: Course,
+    progress: Progress,
+    window: "_Window",
+) -> None:
+    """One update, from as many batches as it takes."""
+    first = progress.iteration
+    count = min(course.grad_accumulation_steps, course.iters - first)
+    group = [batches[n] for n in range(first, first + count)]
+    started = time.perf_counter()
+    loss, gradients = _accumulated(model, group, first)
+    _update(model, optimizer, gradients, course.max_grad_norm)
+    tokens = sum(map(targets_of, group))
+    window.add(loss, tokens, count, time.perf_counter() - started)
+    progress.iteration += count
+    progress.trained_tokens += tokens
 
 
 def _passed(before: int, now: int, every: int) -> bool:
