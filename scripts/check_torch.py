@@ -5,8 +5,8 @@ Usage: check_torch.py FILE.json  (in an environment with torch, transformers and
 
 Small Llamas with random weights take one step on the CPU. Parameters, gradients and optimizer
 states are counted from the objects; the peak is that of all storages alive, seen by a dispatch
-mode, above the parameters and states. ``tests/data/torch_training.json`` is what this wrote, with versions;
-``tests/test_torch_golden.py`` compares the torch engine with it.
+mode, above the parameters and states. ``tests/data/torch_training.json`` is what this wrote, with
+versions; ``tests/test_torch_golden.py`` compares the torch engine with it.
 """
 
 import json

@@ -5,7 +5,8 @@ Usage: fit_training.py FILE.csv
 
 A row counts if it has the peak that torch allocated, the state that it kept, and what nvidia-smi or
 the allocator showed at the peak. Slack is a share of what is allocated above the state and one of
-the logits that we predict: medians, the first of rows with few logits. The two go into ``uma/engines/torch_training.py``: ``SLACK`` and ``LOGITS_SLACK``.
+the logits that we predict: medians, the first of rows with few logits. The two go into
+``uma/engines/torch_training.py``: ``SLACK`` and ``LOGITS_SLACK``.
 """
 
 import re

@@ -265,7 +265,10 @@ def test_sampling_comes_from_generation_config(
     assert sampling_defaults(tmp_path) == expected
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"temperature": "warm"}', '{"temperature": NaN}', '{"top_p": 2}'])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"temperature": "warm"}', '{"temperature": NaN}', '{"top_p": 2}'],
+)
 def test_a_broken_generation_config_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):

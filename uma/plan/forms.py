@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 DEFAULT_BITS = 4
 
 SLOW_NOTE = (
-    "16-bit numbers are slow on MLX's CPU backend: 30 times slower than float32 and more; a shorter "
-    "--context, or more memory, may leave room for float32"
+    "16-bit numbers are slow on MLX's CPU backend: 30 times slower than float32 and more; "
+    "a shorter --context, or more memory, may leave room for float32"
 )
 
 
