@@ -14,7 +14,8 @@ from uma.dataset.batches import batch_plan, padded_length, padding_share
 from uma.dataset.check import check_split, duplicates, findings, require_examples, split_files
 from uma.dataset.examples import Example, example_of, fit
 from uma.dataset.packing import packs
-from uma.dataset.rows import DataError, Row, read_rows
+from uma.dataset.rows import Row, read_rows
+from uma.errors import DataError
 
 CHAT = {
     "messages": [

@@ -8,6 +8,7 @@
     │   └── Unconfirmed           2   a download or a long step that nobody confirmed
     ├── DoesNotFit                3   the plan exceeds the limit
     ├── CheckpointError           1   a model file is missing, cut, or malformed
+    ├── DataError                 1   a training file cannot be used
     ├── UnsupportedModel          1   an architecture, layer kind, tokenizer or format is unknown
     ├── HubError                  1   the hub or the package index cannot be reached, or refuses
     ├── RuntimeUnavailable        1   MLX is not installed or cannot run here
@@ -46,6 +47,10 @@ class DoesNotFit(UmaError):
 
 class CheckpointError(UmaError):
     """A model file is missing, truncated, or malformed."""
+
+
+class DataError(UmaError):
+    """A training file that cannot be used; the text names file, line and column."""
 
 
 class UnsupportedModel(UmaError):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from uma.dataset.batches import batch_plan, padding_share
 from uma.dataset.examples import Encoder, Example, Fitted, Overlong, example_of, fit
-from uma.dataset.rows import DataError, Problem, Row, read_rows
+from uma.dataset.rows import Problem, Row, read_rows
+from uma.errors import DataError
 from uma.frozen import dataclass
 
 SPLITS = ("train", "valid", "test")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from uma.errors import UmaError
+from uma.errors import DataError
 from uma.frozen import dataclass
 
 Format = Literal["chat", "tools", "completions", "text"]
@@ -17,10 +17,6 @@ SCHEMAS: dict[Format, str] = {
     "text": '{"text": "..."}',
 }
 """What mlx-lm 0.32.2 reads (``tuner/datasets.py``), an object on each line."""
-
-
-class DataError(UmaError):
-    """A training file that cannot be used; the text names file, line and column."""
 
 
 @dataclass(frozen=True, slots=True)
