@@ -23,16 +23,7 @@ def compare(
     context_: typer.Context,
     model_argument: opt.Model = None,
     model: opt.ModelOption = None,
-    context: Annotated[
-        int,
-        typer.Option(
-            "--context",
-            "-c",
-            min=1,
-            max=opt.MAX_CONTEXT_TOKENS,
-            help="Prompt plus answer of each request, in tokens.",
-        ),
-    ] = Inference().context_tokens,
+    context: opt.ContextTokens = opt.CONTEXT_TOKENS,
     machine: Annotated[
         list[str] | None,
         typer.Option(

@@ -13,7 +13,6 @@ from uma.workload import (
     DEFAULT_MAX_SEQ_LENGTH,
     DEFAULT_RANK,
     Engine,
-    Inference,
 )
 
 FlashAttention = Literal["on", "off", "auto"]
@@ -36,17 +35,7 @@ def estimate(
         str | None,
         typer.Option(help="Format in the engine's words: 4bit, Q4_K_M, nf4, awq, fp8."),
     ] = None,
-    context: Annotated[
-        int,
-        typer.Option(
-            "--context",
-            "--ctx-size",
-            "-c",
-            parser=opt.context_tokens,
-            metavar="TOKENS",
-            help="Prompt plus answer of each sequence, in tokens.",
-        ),
-    ] = Inference().context_tokens,
+    context: opt.ContextTokens = opt.CONTEXT_TOKENS,
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, max=1 << 20, help="Sequences at once.")
     ] = 1,

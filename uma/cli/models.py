@@ -10,7 +10,7 @@ import typer
 
 from uma.cli import options as opt
 from uma.errors import DoesNotFit, UsageError
-from uma.workload import Engine, Inference
+from uma.workload import Engine
 
 if TYPE_CHECKING:
     from uma.plan.choice import Wanted
@@ -43,17 +43,7 @@ def models(
         str | None,
         typer.Option(help="With --fits: a Mac by its memory, as sold, such as 64GB."),
     ] = None,
-    context: Annotated[
-        int,
-        typer.Option(
-            "--context",
-            "--ctx-size",
-            "-c",
-            parser=opt.context_tokens,
-            metavar="TOKENS",
-            help="With --fits: prompt plus answer, in tokens.",
-        ),
-    ] = Inference().context_tokens,
+    context: opt.ContextTokens = opt.CONTEXT_TOKENS,
     use: Annotated[
         str | None, typer.Option(help="With --fits: made for coding, chat, reasoning, ...")
     ] = None,

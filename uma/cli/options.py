@@ -10,9 +10,10 @@ import typer
 
 from uma.errors import UsageError
 from uma.units import parse_bytes
-from uma.workload import DEFAULT_KV_GROUP_SIZE
+from uma.workload import DEFAULT_KV_GROUP_SIZE, Inference
 
 _TOKENS = re.compile(r"(\d[\d,_]*)([km]?)", re.IGNORECASE)
+CONTEXT_TOKENS = Inference().context_tokens
 MAX_CONTEXT_TOKENS = 1 << 24  # above the longest model's: Llama 4 Scout, 10,485,760
 
 
@@ -127,6 +128,17 @@ Context = Annotated[
         min=1,
         max=MAX_CONTEXT_TOKENS,
         help="Bound on prompt plus answer, in tokens. [default: what fits, at most 32768]",
+    ),
+]
+ContextTokens = Annotated[
+    int,
+    typer.Option(
+        "--context",
+        "--ctx-size",
+        "-c",
+        parser=context_tokens,
+        metavar="TOKENS",
+        help="Prompt plus answer of each sequence, in tokens.",
     ),
 ]
 PrefillStep = Annotated[
