@@ -1,5 +1,6 @@
 """A planned run for every cache kind: exact terms to the byte, the rest within their bounds."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,13 @@ from uma.runtime.session import (  # noqa: E402
 from uma.units import MIB  # noqa: E402
 
 KINDS = sorted(CONFIGS)
+
+
+@pytest.fixture
+def left() -> int:
+    """Bytes of arrays that earlier tests of this process keep: a peak counts them."""
+    gc.collect()
+    return int(mx.get_active_memory())
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -57,11 +65,11 @@ def test_exact_terms_equal_what_mlx_holds(folder: Path, prompt_tokens: int) -> N
     assert {key: ledger.measured[key] for key in exact} == exact
 
 
-def test_the_peak_stays_within_its_prediction(folder: Path) -> None:
+def test_the_peak_stays_within_its_prediction(folder: Path, left: int) -> None:
     _, ledger = ledger_of(folder, 900, prefill_step_size=256)
     assert ledger.measured_peak_bytes is not None
     # 1 MiB: small arrays of any run (the prompt's ids, sampling) beside models of a few MB
-    assert ledger.measured_peak_bytes <= ledger.predicted_peak_bytes + MIB
+    assert ledger.measured_peak_bytes - left <= ledger.predicted_peak_bytes + MIB
 
 
 UNCOUNTED = MIB // 4
@@ -71,17 +79,17 @@ often on a busy machine."""
 
 @pytest.mark.parametrize(("prompt_tokens", "step"), [(99, 256), (258, 256), (900, 512)])
 def test_no_phase_runs_ahead_of_what_was_predicted_for_it(
-    folder: Path, prompt_tokens: int, step: int
+    folder: Path, prompt_tokens: int, step: int, left: int
 ) -> None:
     _, measured, ledger = ran(folder, prompt_tokens, prefill_step_size=step)
     held = [t for t in ledger.terms if t.name != "buffer_pool"]
     for phase, total in phase_totals(held).items():
         if phase in measured.meter.peaks:
-            assert measured.meter.peaks[phase] <= 1.04 * total + UNCOUNTED, phase
+            assert measured.meter.peaks[phase] - left <= 1.04 * total + UNCOUNTED, phase
     for term in held:
         got = ledger.measured.get((term.name, term.phase))
         if term.name == "activations" and got is not None:
-            assert got <= term.size_bytes + UNCOUNTED
+            assert got - left <= term.size_bytes + UNCOUNTED
 
 
 def test_the_limits_end_with_the_session(folder: Path) -> None:
@@ -98,7 +106,9 @@ TURNS = [(700, 0), (60, 10_000), (1, 300), (800, 10_000), (20, 5), (260, 0)]
 
 
 @pytest.mark.parametrize("step", [64, 512])
-def test_a_cache_kept_from_turn_to_turn_stays_within_its_bound(folder: Path, step: int) -> None:
+def test_a_cache_kept_from_turn_to_turn_stays_within_its_bound(
+    folder: Path, step: int, left: int
+) -> None:
     chosen = RunOptions(context=1500, prefill_step_size=step)
     planned = plan_of(chosen, locate(str(folder)), read_machine())
     settings = Settings(max_tokens=8, prefill_step_size=step)
@@ -122,7 +132,7 @@ def test_a_cache_kept_from_turn_to_turn_stays_within_its_bound(folder: Path, ste
                     assert reused[-1]
                     assert got <= term.size_bytes, (term, reused)
             assert ledger.measured_peak_bytes is not None
-            assert ledger.measured_peak_bytes <= ledger.predicted_peak_bytes + MIB
+            assert ledger.measured_peak_bytes - left <= ledger.predicted_peak_bytes + MIB
     assert reused[1] == 708
 
 
