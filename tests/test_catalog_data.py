@@ -94,6 +94,22 @@ def test_a_config_names_its_source_and_keeps_its_own_keys():
             assert config.values["model_type"] == model.model_type, model.hf_id
 
 
+def test_own_keys_replace_those_of_a_sibling_s_config():
+    """Qwen3-Coder-30B is described by the config of Qwen3-30B-A3B, made for 40,960 tokens."""
+    coder, base = (
+        catalog.find_model(f"Qwen/Qwen3-{name}") for name in ("Coder-30B-A3B-Instruct", "30B-A3B")
+    )
+    assert coder.config == base.config
+    lengths = [catalog.model_config(m).values["max_position_embeddings"] for m in (coder, base)]
+    assert lengths == [262144, 40960]
+
+
+def test_own_keys_are_said_by_name_and_number():
+    pairs = [pair for model in catalog.models() for pair in model.own_keys.split()]
+    assert pairs
+    assert [pair for pair in pairs if not re.fullmatch(r"[a-z_]+=[1-9]\d*", pair)] == []
+
+
 def test_a_basis_is_one_of_three():
     assert {m.config_basis for m in catalog.models()} == {"exact", "transcribed", "derived"}
 

@@ -8,16 +8,13 @@ estimator of training.
 
 import csv
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sparse_models
+from published import architecture_of, config_of
 
-from uma.architecture import architecture_from_config
-from uma.architecture.layers import Architecture
-from uma.catalog import aliases, find_model, model_config, words
 from uma.catalog.listed import listed_models
 from uma.checkpoint.free_names import read_name
 from uma.checkpoint.source import locate
@@ -41,19 +38,6 @@ NOISE = 0.1  # the survey calls wrong what is off by more
 def rows() -> list[dict[str, str]]:
     with (Path(__file__).parent / "data" / "peers.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
-
-
-@cache
-def config_of(name: str) -> dict[str, Any]:
-    (hf_id,) = aliases()[words(name)]
-    model = find_model(hf_id)
-    assert model is not None
-    return model_config(model).values
-
-
-@cache
-def architecture_of(name: str) -> Architecture:
-    return architecture_from_config(config_of(name))
 
 
 def llama_cpp_terms(row: dict[str, str]) -> tuple[MemoryTerm, ...]:

@@ -7,7 +7,6 @@ are in tests/data/llama_fit_params.csv (``scripts/record_llama_cpp.py``); mlx-lm
 import csv
 import json
 import re
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from typing import Any
 import gguf_sparse
 import pytest
 import sparse_models
+from published import architecture_of, config_of
 
 from uma.architecture import architecture_from_config
 from uma.architecture.layers import Architecture, parameters
-from uma.catalog import aliases, find_model, model_config, words
 from uma.checkpoint.safetensors import headers_of_folder
 from uma.checkpoint.source import locate
 from uma.cli import main
@@ -36,19 +35,6 @@ CACHED = [*sparse_models.PUBLISHED, "qwen3-next-80b-a3b"]
 def fit_params() -> list[dict[str, str]]:
     with (TESTS / "data/llama_fit_params.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
-
-
-@cache
-def config_of(name: str) -> dict[str, Any]:
-    (hf_id,) = aliases()[words(name)]
-    model = find_model(hf_id)
-    assert model is not None
-    return model_config(model).values
-
-
-@cache
-def architecture_of(name: str) -> Architecture:
-    return architecture_from_config(config_of(name))
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,11 @@ def read_config(path: Path, known: Collection[str]) -> dict[str, str | list[str]
         UsageError: If the file cannot be read, is no TOML, or has a name that is not ``known`` or
             a value that is neither text, number nor boolean.
     """
-    import tomllib
-
     try:
         if not path.is_file():
             return {}
+        import tomllib
+
         with path.open("rb") as file:
             rows = tomllib.load(file)
     except OSError as error:

@@ -217,8 +217,11 @@ def find_model(hf_id: str) -> Model | None:
 
 
 def model_config(model: Model) -> ModelConfig:
-    """The shipped ``config.json`` of ``model``."""
+    """The shipped ``config.json`` of ``model``, with the keys that are its own."""
     values = json.loads((DATA / "models" / f"{model.config}.json").read_text(encoding="utf-8"))
+    for pair in model.own_keys.split():
+        key, _, value = pair.partition("=")
+        values.get("text_config", values)[key] = int(value)
     return ModelConfig(
         values=values,
         basis=model.config_basis,

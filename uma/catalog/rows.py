@@ -136,6 +136,8 @@ class Model(NamedTuple):
     """An open-weight model; ``config`` names its file in ``data/models``.
 
     ``parameters`` counts the text decoder from its shapes, ``parameters_hf`` what the hub states.
+    ``own_keys`` are sizes that the model's page gives and ``config``, which may be a sibling's of
+    the same shape, has otherwise or not at all: ``max_position_embeddings=262144``.
     """
 
     hf_id: str
@@ -148,6 +150,7 @@ class Model(NamedTuple):
     release_date: str
     config: str
     config_basis: Basis
+    own_keys: str
     source: str
     confidence: str
     note: str

@@ -6,10 +6,9 @@ steps in flight.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import field, replace
 from functools import cached_property
-from itertools import islice
 
 from uma.architecture.layers import Architecture, Layer, Recurrent
 from uma.engines.mlx_cache import EXPANDED, OWN_ATTENTION, layer_caches
@@ -294,8 +293,7 @@ def _transient(
 ) -> Transient:
     """The most that ``layers`` have alive; ``grown`` are bytes of caches that are reallocated."""
     if generation.backend == "metal":
-        # No more than run_ahead reads.
-        tapes = list(islice(_tapes(generation, layers, grown, call), STEADY_LAYERS))
+        tapes = _tapes(generation, layers, grown, call)
         if call.tokens == 1:
             tapes *= STEPS_IN_FLIGHT
         return run_ahead(tapes, call.array(generation.architecture.hidden_size))
@@ -314,14 +312,17 @@ def _tapes(
     layers: tuple[tuple[int, Layer], ...],
     grown: dict[int, int],
     call: Call,
-) -> Iterator[LayerTape]:
+) -> list[LayerTape]:
+    """Equal layers are the same object; no more of them than ``run_ahead`` reads."""
     hidden, elements = generation.architecture.hidden_size, generation.weight_elements
     recorded: dict[object, LayerTape] = {}
-    plain = call.kv_bits is None
-    for index, layer in layers:
+    plain, tapes = call.kv_bits is None, []
+    for index, layer in layers[:STEADY_LAYERS]:
         seen = call if plain else generation.layer_call(index, call)
-        more = grown.get(index, 0) if grown else 0
+        more = grown.get(index, 0)
         key = (id(layer), seen.kv_bits, more)
-        if key not in recorded:
-            recorded[key] = layer_tape(layer, hidden, seen, elements, more)
-        yield recorded[key]
+        tape = recorded.get(key)
+        if tape is None:
+            tape = recorded[key] = layer_tape(layer, hidden, seen, elements, more)
+        tapes.append(tape)
+    return tapes

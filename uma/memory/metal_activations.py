@@ -257,13 +257,15 @@ def run_ahead(layers: Sequence[LayerTape], residual_bytes: int) -> Transient:
     known: dict[tuple[int, tuple[int, int]], _Step] = {}
     for tape in layers[:STEADY_LAYERS]:
         key = (id(tape), counted)
-        if key not in known:
-            known[key] = _encoded(tape, *counted)
-        more, scores, counted = known[key]
+        step = known.get(key)
+        if step is None:
+            step = known[key] = _encoded(tape, *counted)
+        more, scores, counted = step
         activations[-1] += more[0]
         attention[-1] += scores[0]
-        activations += more[1:]
-        attention += scores[1:]
+        if len(more) > 1:
+            activations += more[1:]
+            attention += scores[1:]
     width = min(IN_FLIGHT, len(activations))
     before = [0, *accumulate(map(add, activations, attention))]
     windows = list(map(sub, before[width:], before))
