@@ -257,7 +257,7 @@ def test_qwen_3_5_has_a_vision_tower_and_prediction_layers_that_mlx_lm_drops() -
     assert architecture.num_parameters + left_out == _published("Qwen__Qwen3.5-27B")
     assert [note.split(" of ")[0] for note in architecture.notes[:2]] == [
         "vision tower",
-        "1 layers for multi-token prediction",
+        "1 layer for multi-token prediction",
     ]
 
 

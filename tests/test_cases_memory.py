@@ -76,7 +76,6 @@ COVERED = {
     "H17": "test_estimate.py::test_the_terms_under_mlx_are_those_of_a_dry_run",
 }
 LATER = {
-    "C21": "prompts that llama-server saves in the host's memory",
     "D13": "figures of uma report",
     "H11": "offload of accelerate",
     "H12": "training",
@@ -192,6 +191,18 @@ def test_the_context_that_fits_is_a_number_before_the_first_request() -> None:
     eight = mlx_terms("qwen3.5-27b", 4, Inference(131_072, batch_size=8))
     assert held(one, "kv_cache", "decode") == 64 * 1024 * 131_072
     assert held(eight, "kv_cache", "decode") / GB == pytest.approx(68.7, abs=0.05)
+
+
+def test_prompts_that_llama_server_saves_are_a_row_of_their_own() -> None:
+    """C21: entries of 14 GiB were kept in the host's memory, and no figure showed them."""
+    architecture, workload = architecture_of("qwen3.5-27b"), Inference(220_000)
+    weights = llama_cpp.weights_term(architecture, "Q4_K_M")
+    settings = llama_cpp.LlamaCpp(cache_ram_mib=8192)
+    without = llama_cpp.inference_terms(architecture, weights, workload)
+    terms = llama_cpp.inference_terms(architecture, weights, workload, settings)
+    assert [t for t in terms if t not in without] == [
+        MemoryTerm("saved_prompts", 8 * GIB, "bound", "--cache-ram")
+    ]
 
 
 @pytest.mark.parametrize("memory_gib", [8, 16, 24, 32, 64, 128, 512])

@@ -215,6 +215,7 @@ VALUES = {
     "ubatch_size": ["256"],
     "flash_attn": ["off"],
     "swa_full": [],
+    "cache_ram": ["8192"],
     "kv_cache_dtype": ["fp8"],
     "gpu_memory_utilization": ["0.8"],
     "requests": ["512+128"],

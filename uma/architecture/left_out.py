@@ -88,7 +88,8 @@ def _notes(
     if vision != 0:
         yield f"vision tower of {_counted(vision)} {_NOT_LOADED}"
     if layers:
-        yield f"{layers} layers for multi-token prediction of {_counted(mtp)} {_DROPPED}"
+        word = "layer" if layers == 1 else "layers"
+        yield f"{layers} {word} for multi-token prediction of {_counted(mtp)} {_DROPPED}"
     if filled:
         _, source = class_defaults(str(config.get("model_type")))
         keys = ", ".join(f"{key} {value}" for key, value in sorted(filled.items()))

@@ -30,6 +30,7 @@ OWN_OPTIONS: dict[str, tuple[Engine, str]] = {
     "ubatch_size": ("llama.cpp", "n_ubatch"),
     "flash_attn": ("llama.cpp", "flash_attn"),
     "swa_full": ("llama.cpp", "swa_full"),
+    "cache_ram": ("llama.cpp", "cache_ram_mib"),
     "kv_cache_dtype": ("vllm", "kv_cache_dtype"),
     "gpu_memory_utilization": ("vllm", "gpu_memory_utilization"),
     "requests": ("vllm", ""),
@@ -231,11 +232,7 @@ def paging(text: str, case: "EngineCase") -> "Paging":
     return Paging(holding, slot_bytes, case.workload.batch_size)
 
 
-def compare_command(chosen: RunOptions, named: str | None) -> str | None:
-    """The ``uma compare`` of the same work, where there is such a command."""
-    from uma.cli.commands import COMMANDS
-
-    if "compare" not in COMMANDS:
-        return None
+def compare_command(chosen: RunOptions, named: str | None) -> str:
+    """The ``uma compare`` of the same work."""
     words = ["uma compare", chosen.model or "", *(["--machine", named] if named else [])]
     return " ".join([*filter(None, words), "--context", str(chosen.context)])

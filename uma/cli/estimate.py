@@ -70,6 +70,16 @@ def estimate(
     swa_full: Annotated[
         bool, typer.Option("--swa-full", help="llama.cpp: whole caches of sliding layers.")
     ] = False,
+    cache_ram: Annotated[
+        int,
+        typer.Option(
+            "--cache-ram",
+            "-cram",
+            min=0,
+            max=1 << 24,
+            help="llama.cpp: MiB that llama-server keeps of earlier prompts; its default is 8192.",
+        ),
+    ] = 0,
     kv_cache_dtype: Annotated[CacheDtype, typer.Option(help="vllm: type of the cache.")] = "auto",
     gpu_memory_utilization: Annotated[
         float, typer.Option(min=0.01, max=1, help="vllm: share of the card that it reserves.")
@@ -182,14 +192,16 @@ def _estimate(
     asked.check_options(context, machine, chosen, sizes)
     given = [name for name in asked.OWN_OPTIONS if opt.given(context, name)]
     engine = asked.engine_asked(engine, machine, given)
+    compare = asked.compare_command(chosen, named)
     if engine == "mlx":
         source, case = asked.mlx_asked(chosen, machine)
-        found = findings(case, traced=asked.traced(source, case) if params["exact"] else None)
+        traced = asked.traced(source, case) if params["exact"] else None
+        found = findings(case, traced=traced, compare=compare)
     else:
         options = asked.own_options(engine, params)
         source, other = asked.engine_case_asked(chosen, engine, machine, options)
         pages = asked.paging(params["requests"], other) if params["requests"] is not None else None
-        found = findings(other, paging=pages, compare=asked.compare_command(chosen, named))
+        found = findings(other, paging=pages, compare=compare)
     if chosen.json:
         print(json_module.dumps(estimate_json(found, model_json(source)), indent=2))
     else:

@@ -9,6 +9,7 @@ from uma.engines.llama_cpp_cache import attentions, cache_type, cells, kv_cache_
 from uma.engines.llama_cpp_weights import device_weight_bytes, formats, mix_named, weight_bytes
 from uma.errors import UsageError
 from uma.memory.term import Basis, MemoryTerm, TermName
+from uma.units import MIB
 from uma.workload import Inference
 
 __all__ = [
@@ -33,7 +34,9 @@ class LlamaCpp:
     batch counts. ``flash_attn`` ``auto`` is on, as wherever the device has the kernel.
     ``n_gpu_layers`` of 0 keeps all on the host; layers are split over ``num_devices``.
     ``runtime_context_bytes`` is what the driver takes for the process, which llama.cpp's own
-    figures leave out: measured, not known from shapes.
+    figures leave out: measured, not known from shapes. ``cache_ram_mib`` is how many MiB
+    ``llama-server`` may keep of the states of earlier prompts, in the host's memory: 8192 unless
+    it is told otherwise (``common/arg.cpp``, ``--cache-ram``), and none in ``llama-cli``.
     """
 
     cache_type_k: str = "f16"
@@ -47,6 +50,7 @@ class LlamaCpp:
     n_gpu_layers: int = ALL_LAYERS
     num_devices: int = 1
     runtime_context_bytes: int = 0
+    cache_ram_mib: int = 0
 
 
 def weights_term(architecture: Architecture, quant: str) -> MemoryTerm:
@@ -96,6 +100,7 @@ def inference_terms(
         MemoryTerm(
             "runtime_context", chosen.runtime_context_bytes, "fitted", "the device's driver"
         ),
+        MemoryTerm("saved_prompts", chosen.cache_ram_mib * MIB, "bound", "--cache-ram"),
     ]
     return tuple(term for term in terms if term.size_bytes or term.name == "kv_cache")
 

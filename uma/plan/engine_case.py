@@ -118,6 +118,15 @@ class EngineCase:
         elif self.engine == "llama.cpp":
             yield from rules.notes(self.architecture)
         yield from notes_under(self.engine, self.architecture)
+        if (
+            self.engine == "llama.cpp"
+            and self.settings.cache_ram_mib
+            and self.machine.kind == "discrete"
+        ):
+            yield (
+                f"{self.settings.cache_ram_mib} MiB of saved prompts are in the host's memory, "
+                "beside these terms"
+            )
         if self.engine == "llama.cpp" and (self.machine.kind, self.machine.os) == ("host", "Linux"):
             yield "uma run would run MLX here: --engine mlx says what that needs"
         if self.engine != "llama.cpp" and self.machine.kind == "host":

@@ -107,7 +107,9 @@ def setting_words(engine: Engine, settings: Any, workload: Inference) -> tuple[s
             f"-ctk {settings.cache_type_k}",
             f"-ctv {settings.cache_type_v}",
         ]
-        return (*words, *(["--swa-full"] if settings.swa_full else []))
+        words += ["--swa-full"] if settings.swa_full else []
+        words += [f"--cache-ram {settings.cache_ram_mib}"] if settings.cache_ram_mib else []
+        return tuple(words)
     if engine == "vllm":
         return (
             f"--max-model-len {workload.context_tokens}",

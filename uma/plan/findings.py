@@ -73,14 +73,14 @@ def findings(
         from uma.plan.advice import remedies
 
         advice = tuple(remedies(asked))
-    if found.ledger.verdict == "exceeds" and found.machine.kind == "discrete":
+    if found.ledger.verdict != "exceeds":
+        compare = None
+    elif found.machine.kind == "discrete":
         from uma.plan.engine_case import EngineCase
         from uma.plan.layer_offload import best_offload
 
         if isinstance(asked, EngineCase) and asked.engine == "llama.cpp":
             offload = best_offload(asked)
-    else:
-        compare = None
     tight = None
     if found.ledger.verdict == "tight":
         tight = largest_context(asked, ceiling_bytes(asked.budget))

@@ -156,7 +156,7 @@ def advice_lines(found: Findings) -> list[str]:
             "the host's memory, at the host's speed"
         )
     if found.compare is not None:
-        lines.append(f"other machines for it: {found.compare}")
+        lines.append(f"other machines and other ways for it: {found.compare}")
     return lines
 
 
