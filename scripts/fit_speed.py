@@ -34,7 +34,7 @@ from scoring.speed_training import TrainingCase  # noqa: E402
 from scoring.summary import percentile, statistics  # noqa: E402
 
 from uma.speed import Rate, fitted  # noqa: E402
-from uma.speed.fitted import TERMS, Coefficients, Quantity  # noqa: E402
+from uma.speed.fitted import HOST_BOUND, TERMS, Coefficients, Quantity, together  # noqa: E402
 from uma.speed.processor import DeviceClass, Processor  # noqa: E402
 
 SPEED = ROOT / "uma/data/speed.csv"
@@ -46,11 +46,25 @@ Key = tuple[str, str, str]  # quantity, engine, class of device
 Name = tuple[str, str]  # class of device, term
 Fits = dict[Key, dict[str, float]]
 
-DECODE = ("memory", "experts", "vector", "layers", "expert_layers", "unfused", "unfused_cache")
-PREFILL = ("memory", "matrix", "dequantize", "layers", "expert_layers", "scores")
-TRAINING = ("matrix", "attention", "activations", "logits", "dequantize", "layers")
+# What is fitted of each engine, the same on every GPU. A prompt without flash attention takes one
+# more, ``scores``.
+FITTED = {
+    ("decode", "llama.cpp"): ("vector", "layers", "expert_layers"),
+    ("decode", "mlx"): ("memory", "layers", "expert_layers"),
+    ("decode", "transformers"): ("layers", "expert_layers"),
+    ("decode", "vllm"): ("memory", "layers"),
+    ("prefill", "llama.cpp"): ("matrix", "dequantize", "layers", "scores"),
+    ("prefill", "mlx"): ("matrix", "memory", "layers"),
+    ("training", "torch"): ("matrix", "attention", "activations", "logits", "dequantize", "layers"),
+}
+# What AMD's GPUs, under Vulkan and ROCm, have of their own: they reach a smaller part of their rate
+# of products, and of their memory where attention is not one kernel.
+OWN = {
+    ("decode", "llama.cpp", "unified"): ("unfused_cache",),
+    ("prefill", "llama.cpp", "unified"): ("matrix",),
+}
 HOST = ("memory", "layers")
-BY_QUANTITY = {"decode": DECODE, "prefill": PREFILL, "training": TRAINING}
+FROM_PROMPTS = ("matrix", "scores")  # what a step of decode takes from them: batches, stored scores
 # No memory is read faster than its bandwidth, and no units multiply faster than their rate.
 FLOOR = {("decode", "memory"): 1.0, ("prefill", "matrix"): 1.0, ("training", "matrix"): 1.0}
 LEAST = 1e-12  # seconds of a layer: a time to divide by where all coefficients are 0
@@ -71,10 +85,11 @@ class Equation:
         return (1 - lost) * self._sum(self.at_once, fits) + lost * self._sum(self.in_turn, fits)
 
     def _sum(self, units: Mapping[Name, float], fits: Fits) -> float:
-        return sum(
-            fits.get((self.key[0], self.key[1], device), {}).get(term, 0.0) * unit
-            for (device, term), unit in units.items()
-        )
+        parts: dict[str, float] = {}
+        for (device, term), unit in units.items():
+            value = fits.get((self.key[0], self.key[1], device), {}).get(term, 0.0)
+            parts[term] = parts.get(term, 0.0) + value * unit
+        return together(self.key[0], self.key[1], parts)
 
 
 def main() -> None:
@@ -220,24 +235,25 @@ def fit(equations: Sequence[Equation]) -> Fits:
     """Coefficients of every engine and class of device: one device first, then what is beside."""
     fits: Fits = {}
     keys = sorted({one.key for one in equations})
-    for key in keys:
-        alone = [one for one in equations if one.key == key and is_alone(one.case)]
-        names = HOST if key[2] == "cpu" else BY_QUANTITY[key[0]]
-        _solve(fits, key, alone, names)
+    for engine in sorted({key[:2] for key in keys}):
+        gpus = [key for key in keys if key[:2] == engine and key[2] != "cpu"]
+        alone = [one for one in equations if one.key in gpus and is_alone(one.case)]
+        _solve(fits, gpus, alone, FITTED[engine])
     for key in keys:
         own = [one for one in equations if one.key == key]
         prompts = fits.get(("prefill", key[1], key[2]), {})
-        if key[0] == "decode" and "matrix" in prompts:
-            fits[key]["matrix"] = prompts["matrix"]
+        if key[0] == "decode":
+            taken = {name: prompts[name] for name in FROM_PROMPTS if name in prompts}
+            fits.setdefault(key, {}).update(taken)
         several = [one for one in own if len(one.case.processors) > 1]
         if key[0] == "decode":
-            _solve(fits, key, [e for e in several if e.case.split == "layer"], ("boundary",))
-            _solve(fits, key, [e for e in several if e.case.split == "row"], ("shared_layers",))
+            _solve(fits, [key], [e for e in several if e.case.split == "layer"], ("boundary",))
+            _solve(fits, [key], [e for e in several if e.case.split == "row"], ("shared_layers",))
         elif key[0] == "prefill" and several:
             fits[key]["pipeline"] = _lost(fits, several)
     hosted = [one for one in equations if one.case.host or one.key[2] == "cpu"]
     for engine in {one.case.engine for one in hosted}:
-        _solve(fits, ("decode", engine, "cpu"), [e for e in hosted if e.key[0] == "decode"], HOST)
+        _solve(fits, [("decode", engine, "cpu")], [e for e in hosted if e.key[0] == "decode"], HOST)
     return fits
 
 
@@ -245,20 +261,36 @@ def is_alone(case: AnyCase) -> bool:
     return case.host is None and len(case.processors) == 1 and case.batch_size == 1
 
 
-def _solve(fits: Fits, key: Key, equations: Sequence[Equation], names: Sequence[str]) -> None:
-    """Fit ``names`` of ``key``, all other coefficients as they are."""
-    terms = {name: FLOOR.get((key[0], name), 0.0) for name in names}
-    fits[key] = fits.get(key, {}) | terms
-    active = [n for n in names if any(e.at_once.get((key[2], n)) for e in equations)]
+def _solve(
+    fits: Fits, keys: Sequence[Key], equations: Sequence[Equation], names: Sequence[str]
+) -> None:
+    """Fit ``names``, the same for all ``keys`` but for their ``OWN``; other coefficients stay."""
+    columns = [[(key, name) for key in keys if name not in OWN.get(key, ())] for name in names]
+    if len(names) > 1:
+        columns += [[(key, name)] for key in keys for name in OWN.get(key, ())]
+    for key in keys:
+        kept = {one for column in columns for k, one in column if k == key}
+        floors = {one: FLOOR.get((key[0], one), 0.0) for one in kept}
+        always = {"memory": 1.0} if key[0] == "decode" and "memory" not in kept else {}
+        fits[key] = always | fits.get(key, {}) | floors
     times = np.array([one.time_s for one in equations])
     target = 1 - np.array([one.seconds(fits) for one in equations]) / times
-    while active:
-        units = [[e.at_once.get((key[2], name), 0.0) for name in active] for e in equations]
-        found = least_absolute(np.array(units) / times[:, None], target)
+    if keys[0][1] in HOST_BOUND and names[0] == "layers":  # beside which weights take no time
+        target = np.ones(len(times))
+    while columns := [c for c in columns if any(_unit(e, c) for e in equations)]:
+        units = np.array([[_unit(one, column) for column in columns] for one in equations])
+        found = least_absolute(units / times[:, None], target)
         if (found >= 0).all():
-            fits[key] |= {n: terms[n] + float(x) for n, x in zip(active, found, strict=True)}
+            for column, value in zip(columns, found, strict=True):
+                for key, name in column:
+                    fits[key][name] += float(value)
             return
-        active.pop(int(np.argmin(found * abs(np.array(units)).mean(axis=0))))
+        columns.pop(int(np.argmin(found * abs(units).mean(axis=0))))
+
+
+def _unit(one: Equation, column: Sequence[tuple[Key, str]]) -> float:
+    """What a coefficient that several classes share is multiplied with."""
+    return sum(one.at_once.get((key[2], name), 0.0) for key, name in column)
 
 
 def least_absolute(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -290,7 +322,8 @@ def errors(equations: Iterable[Equation], fits: Fits) -> dict[str, float]:
     found = {}
     for one in equations:
         time = one.seconds(fits)
-        if isinstance(one.case, TrainingCase) and time > 0:  # what devices exchange is no sum
+        exchanges = isinstance(one.case, TrainingCase) or one.key[1] in HOST_BOUND
+        if exchanges and time > 0:  # which is no sum
             with using(fits, {}):
                 time = time_of(one.case)
         if time > 0:
@@ -309,8 +342,10 @@ def as_csv(fits: Fits, balances: Mapping[str, float], equations: Sequence[Equati
         if not own:
             continue
         ratios = sorted(1 / (1 + error) for error in errors(own, fits).values())
+        used = {term for one in own for device, term in one.at_once if device == key[2]}
+        used |= {"memory", "pipeline", *FROM_PROMPTS}
         writer.writerow(
-            {name: f"{terms[name]:.4g}" for name in TERMS if terms.get(name)}
+            {name: f"{terms[name]:.4g}" for name in TERMS if name in used and terms.get(name)}
             | dict(zip(NAMED, key, strict=True))
             | {
                 "flops_per_byte": f"{balances.get(key[2], 0):.3g}",

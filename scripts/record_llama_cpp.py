@@ -84,18 +84,7 @@ class Recorder:
         subprocess.run([*command, f"-Wl,-rpath,{libraries}"], check=True)
 
     def file(self, model: str, quant: str) -> Path:
-        """The sparse file of a model in a mix, written when it is first asked for."""
-        import gguf_sparse
-
-        from uma.architecture import architecture_from_config
-
-        path = self.folder / f"{model}-{quant}.gguf"
-        if not path.exists():
-            stored = json.loads((ROOT / f"uma/data/models/{model}.json").read_text("utf-8"))
-            config = stored.get("config", stored)
-            architecture = architecture_from_config(config)
-            gguf_sparse.write(path, MODELS[model], architecture, config, quant)
-        return path
+        return written(self.folder, model, quant)
 
     def run(self, *command: object) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
@@ -136,6 +125,21 @@ class Recorder:
                 size = re.search(r"quant size *= *([\d.]+) MiB", said)
                 assert size is not None, said
                 yield [model, quant, size[1]]
+
+
+def written(folder: Path, model: str, quant: str) -> Path:
+    """The sparse file of a model in a mix, written when it is first asked for."""
+    import gguf_sparse
+
+    from uma.architecture import architecture_from_config
+
+    path = folder / f"{model}-{quant}.gguf"
+    if not path.exists():
+        stored = json.loads((ROOT / f"uma/data/models/{model}.json").read_text("utf-8"))
+        config = stored.get("config", stored)
+        architecture = architecture_from_config(config)
+        gguf_sparse.write(path, MODELS[model], architecture, config, quant)
+    return path
 
 
 def _ftypes(header: Path) -> dict[str, int]:

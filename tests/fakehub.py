@@ -54,8 +54,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
-        api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/[^/]+|/tree/[^/]+)?", path)
-        file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        kinds = r"/api/(?:models|datasets)/([^/]+/[^/]+)"
+        api = re.fullmatch(kinds + r"(/revision/[^/]+|/tree/[^/]+)?", path)
+        file = re.fullmatch(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         repo = (api or file or [None, ""])[1]
         folder = self.hub.repositories.get(repo)
         if folder is None:

@@ -26,6 +26,7 @@ from uma.memory.metal_activations import (
     IN_FLIGHT,
     MAX_ELEMENTS,
     MAX_OPERATIONS,
+    LayerTape,
     is_fused,
     layer_tape,
     run_ahead,
@@ -144,9 +145,9 @@ def test_fused_attention_has_no_scores_and_unfused_has() -> None:
 def test_command_buffers_hold_what_fits_their_elements_and_operations() -> None:
     """Operations that each touch a whole buffer's elements: eleven are held, and no more."""
     operation = (((0, MAX_ELEMENTS + 1),), 100, 10)
-    assert run_ahead([[operation] * 40], 0) == Transient(100 * IN_FLIGHT, 10 * IN_FLIGHT)
+    assert run_ahead([LayerTape([operation] * 40)], 0) == Transient(100 * IN_FLIGHT, 10 * IN_FLIGHT)
     small = (((0, 1),), 1, 0)
-    assert run_ahead([[small] * 2000], 0) == Transient((MAX_OPERATIONS + 1) * IN_FLIGHT)
+    assert run_ahead([LayerTape([small] * 2000)], 0) == Transient((MAX_OPERATIONS + 1) * IN_FLIGHT)
 
 
 def test_a_growing_cache_keeps_its_old_arrays_until_the_command_buffer_ends() -> None:

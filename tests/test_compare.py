@@ -22,7 +22,7 @@ from uma.plan.compare import (
     compare,
 )
 from uma.plan.compare.discrete import accelerate_plan, layer_shares, llama_cpp_plans
-from uma.plan.compare.parallel import split_refused, vllm_plan
+from uma.plan.compare.parallel import vllm_plan
 from uma.plan.compare.prices import catalog_price, together
 from uma.plan.compare.search import best_plan
 from uma.plan.compare.subject import Subject
@@ -210,7 +210,7 @@ def test_layers_on_the_host_take_at_least_the_time_of_reading_them_there() -> No
     assert plan.options[0] == "-ngl"
     read = llama_cpp_read("llama-3-70b") * layers / 81
     assert 1 / tps(plan.decode) > read / HOST.bandwidth_bytes_per_s
-    slower = replace(machine("rtx-4090"), host_bandwidth_bytes_per_s=45 * GB)
+    slower = candidates(["rtx-4090"], HostProfile(bandwidth_bytes_per_s=45 * GB), {})[0]
     _, other = llama_cpp_plans(subject("llama-3-70b"), slower, 4)
     assert 0.5 < tps(other.decode) / tps(plan.decode) < 0.6
 
@@ -246,6 +246,24 @@ def test_streaming_over_the_link_is_no_faster_than_the_link() -> None:
     assert plan.host_bytes > 2 * LLAMA_70B - 24 * GIB
     assert tps(plan.decode) < 31.5e9 / plan.host_bytes * 1.02
     assert 1008 / 31.5 == 32  # what the card's own memory gives, over what the link does
+
+
+def test_what_bitsandbytes_does_not_convert_is_on_the_host_in_16_bits() -> None:
+    one = replace(
+        machine("rtx-4090"),
+        machine=replace(machine("rtx-4090").machine, host_memory_bytes=192 * GIB),
+    )
+    plans = {bits: accelerate_plan(subject("llama-3-70b"), one, bits) for bits in (16, 8, 4)}
+    layer = 855_654_400  # elements: q, k, v, o, three of the feed-forward part and two norms
+    for bits, plan in plans.items():
+        assert plan is not None
+        on_card = 80 - plan.host_bytes / (2 * layer)
+        held = plan.device_bytes - 2 * 2 * 128_256 * 8192 - 2 * layer
+        assert 0 < held - on_card * layer * bits / 8 < 7 * GIB  # cache, buffers, scales
+        assert tps(plan.decode) < 31.5e9 / plan.host_bytes * 1.02
+    small = accelerate_plan(subject("llama-3-8b"), machine("rtx-4060-ti-16gb"), 8)
+    assert small is not None
+    assert (small.technique, small.host_bytes) == ("resident", 0)
 
 
 def test_more_than_the_host_holds_is_short_by_the_difference() -> None:
@@ -332,15 +350,31 @@ def test_each_card_of_a_tensor_parallel_plan_has_its_part_of_weights_and_cache()
     assert parts < plan.device_bytes < parts + 8 * 2 * GIB
 
 
+def test_blocks_have_room_for_as_many_requests_as_fit_beside_the_weights() -> None:
+    plan = vllm_plan(subject("llama-3-70b"), machine("8xh100"), 16)
+    assert plan is not None
+    more = plan.headroom_bytes // LLAMA_70B_CACHE
+    assert more > 100
+    (note,) = plan.notes
+    assert f"room for {1 + more:,} such requests" in note
+    full = vllm_plan(subject("llama-3-70b", batch=1 + more), machine("8xh100"), 16)
+    above = vllm_plan(subject("llama-3-70b", batch=2 + more), machine("8xh100"), 16)
+    assert full is not None
+    assert above is not None
+    assert (full.verdict, above.verdict) == ("fits", "exceeds")
+
+
 @pytest.mark.parametrize(("cards", "refused"), [(2, False), (3, True), (8, False), (16, True)])
 def test_heads_are_divided_without_remainder(cards: int, refused: bool) -> None:
-    assert (split_refused(subject("llama-3-70b"), cards) is not None) == refused
+    assert (vllm_plan(subject("llama-3-70b"), machine(f"{cards}xh100"), 4) is None) == refused
 
 
 def test_one_head_of_keys_is_repeated_but_heads_of_queries_are_divided() -> None:
     small = subject("gemma-3-1b")  # 4 heads, 1 of keys
-    assert split_refused(small, 4) is None
-    assert split_refused(small, 8) == "4 attention heads are not divisible by 8 cards"
+    four = vllm_plan(small, machine("4xh100"), 16)
+    assert four is not None
+    assert four.verdict == "fits"
+    assert vllm_plan(small, machine("8xh100"), 16) is None
 
 
 def quantized(model: str, kv_bits: int) -> Subject:

@@ -107,7 +107,8 @@ def test_a_spreadsheet_has_a_line_a_machine(capsys: pytest.CaptureFixture[str]) 
     [
         ("compare llama-3-70b --machine rtx-4060-8gb --host-ram 16GB", 3, ""),
         ("compare llama-3-70b --machine nonsense-*", 2, "uma machines"),
-        ("compare llama-3-70b --machine 2xmac-*", 2, "only graphics cards are counted"),
+        ("compare llama-3-70b --machine 2xdgx-*", 2, "only graphics cards and Macs are counted"),
+        ("compare llama-3-70b --machine 5xmac-studio-m3-ultra-512", 2, "at most 4"),
         ("compare no-such-model --machine h100", 2, "no model is called"),
         ("compare llama-3-70b --machine h100 --csv --json", 2, "one of them"),
         ("compare llama-3-70b --machine h100 --all", 2, "leave out"),
@@ -115,6 +116,24 @@ def test_a_spreadsheet_has_a_line_a_machine(capsys: pytest.CaptureFixture[str]) 
         ("compare llama-3-70b --price nonsense=5 --machine h100", 2, "nonsense"),
         ("compare llama-3-70b --min-tps nan", 2, "--min-tps nan"),
         ("compare llama-3-70b --host-bandwidth inf", 2, "--host-bandwidth inf"),
+        ("compare llama-3-70b --context 8k,x --machine h100", 2, "'x' is not a number of tokens"),
+        ("compare llama-3-70b --context 99999999", 2, "16,777,216"),
+        ("compare llama-3-70b --price h100=-5", 2, "NAME=USD"),
+        ("compare llama-3-70b --rent h100=free", 2, "NAME=USD/h"),
+        ("compare llama-3-70b --rent nonsense=2 --machine h100", 2, "nonsense"),
+        ("compare llama-3-70b --years nan", 2, "--years nan"),
+        ("compare llama-3-70b --machine 999xh100", 3, ""),
+        ("compare llama-3-70b --rank 8", 2, "give --train too"),
+        ("compare llama-3-70b --train lora --concurrency 2", 2, "--concurrency is for generating"),
+        ("compare llama-3-70b --train lora --machine 2xmac-studio-m3-ultra-512", 3, ""),
+        ("compare llama-3-70b --train full --host-disk 2", 2, "--host-disk"),
+        ("compare qwen3-30b-a3b --train dora --machine h100", 2, "stacked experts"),
+        ("compare llama-3-70b --train lora --emit vllm --machine h100", 2, "leave out --train"),
+        ("compare llama-3-70b --emit deepspeed --machine h100", 2, "give --train"),
+        ("compare llama-3-8b --train qlora --emit fsdp --machine h100", 2, "fsdp for several"),
+        ("compare llama-3-70b --train full --emit peft --machine rtx-4090", 3, "no plan fits"),
+        ("compare llama-3-8b --emit mlx --machine 2xmac-studio-m3-ultra-512", 2, "mlx.launch"),
+        ("compare llama-3-8b --emit vllm --machine h100 --context 4k,8k", 2, "one --context"),
     ],
 )
 def test_exit_codes_and_what_is_refused(
@@ -137,3 +156,138 @@ def test_ones_own_price_and_that_of_the_host_are_added(capsys: pytest.CaptureFix
     found = document(capsys, command)
     assert found["plans"][0]["price_usd"] == 2700
     assert found["cheapest"] == "rtx-4090"
+
+
+def test_a_list_of_contexts_is_a_column_each(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "compare llama-3.1-8b --machine h100 --machine rtx-4060-8gb --context"
+    assert main([*command.split(), "8k,128k", "--context", "20,000"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("llama-3.1-8b at 3 lengths of context, one request at a time")
+    head = next(line for line in lines if line.startswith("machine"))
+    assert head.split() == ["machine", "8,192", "20,000", "131,072"]
+    h100 = next(line for line in lines if line.startswith("h100"))
+    alone = document(capsys, f"{command} 20000".replace("--machine rtx-4060-8gb ", ""))["plans"][0]
+    assert f"{alone['format']} {alone['decode_tps']:.1f}" in h100 or alone["decode_tps"] >= 100
+    found = document(capsys, f"{command} 8k,128k")
+    assert {plan["context_tokens"] for plan in found["plans"]} == {8192, 131_072}
+    assert [one["context_tokens"] for one in found["contexts"]] == [8192, 131_072]
+    assert main([*command.split(), "8k,128k", "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["context_tokens"] for row in rows] == ["8192", "8192", "131072", "131072"]
+
+
+def test_several_requests_show_their_caches_and_when_the_last_begins(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = "compare llama-3.1-8b --machine h100 --concurrency 8"
+    assert main(command.split()) == 0
+    text = capsys.readouterr().out
+    assert "8 requests at once, tokens/s of each" in text
+    assert all(title in text for title in ("all/s", "first token", "cache GiB"))
+    plan = document(capsys, command)["plans"][0]
+    assert plan["kv_cache_bytes"] == 8 * 2 * 32 * 8 * 128 * 8192 * 2
+    assert plan["ttft_s"] is None or plan["ttft_s"] > 8 * 8192 / plan["prompt_tps"]
+
+
+def test_a_document_of_training_says_how_it_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "compare llama-3-8b --train qlora --machine rtx-4090 --machine mac-mini-m4-16"
+    found = document(capsys, command)
+    assert found["workload"]["train"] == "qlora"
+    card, mac = sorted(found["plans"], key=lambda plan: plan["kind"])
+    assert set(card) >= PLAN_CONTRACT
+    assert (card["decode_tps"], card["prompt_tps"]) == (None, None)
+    assert card["train_tps_low"] < card["train_tps"] < card["train_tps_high"]
+    assert (card["engine"], card["quantized"], card["optimizer"]) == (
+        "transformers",
+        "nf4-double",
+        "adamw",
+    )
+    assert card["sharding"]["zero_stage"] == 0
+    assert (mac["engine"], mac["format"]) == ("mlx", "4bit")
+    assert main([*command.split(), "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert {row["optimizer"] for row in rows} == {"adamw"}
+
+
+def test_the_table_of_training_says_what_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "llama-3-70b", "--train", "full", "--machine", "8xh100"]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].startswith(
+        "llama-3-70b trained (full, all its weights), a row of 2,048 tokens at once on each device"
+    )
+    assert "prompt/s" not in text
+    assert "full, FSDP, checkpointing, torch" in text
+    assert "bf16, float32 states full, FSDP, checkpointing: " in text
+    assert "small updates are rounded away" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--train qlora --machine rtx-4090 --emit peft", "LoraConfig"),
+        ("--train full --machine 8xh100 --emit deepspeed", '"zero_optimization"'),
+        ("--train full --machine 8xh100 --emit fsdp", "fsdp_version"),
+    ],
+)
+def test_the_plan_of_a_training_is_written_for_the_program_that_runs_it(
+    capsys: pytest.CaptureFixture[str], options: str, said: str
+) -> None:
+    assert main(["compare", "llama-3-8b", *options.split()]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_the_cost_of_its_use_is_told_with_rent_and_electricity(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = (
+        "compare llama-3-70b --machine mac-studio-m5-ultra-96 --rent h100=2.49/h --hours-per-day 8 "
+        "--years 3 --kwh 0.30 --launch-prices"
+    )
+    assert main(command.split()) == 0
+    text = capsys.readouterr().out
+    assert "cheapest with 10 tokens/s: mac-studio-m5-ultra-96, US$ 6,511 in 3 years" in text
+    assert "costs in US$ over 8,760 hours of work, 0.3 US$/kWh at full power:" in text
+    assert "2.49/h rent" in text
+    plans = {plan["machine"]: plan for plan in document(capsys, command)["plans"]}
+    mac, card = plans["mac-studio-m5-ultra-96"], plans["h100"]
+    assert mac["total_cost_usd"] == pytest.approx(6510.78)
+    assert mac["break_even_against"] == "h100"
+    assert mac["break_even_hours"] == pytest.approx(5499 / (2.49 - 0.385 * 0.3), abs=0.01)
+    assert card["rent_cost_usd"] == pytest.approx(8760 * 2.49)
+    assert (card["total_cost_usd"], card["power_w"]) == (None, None)
+    assert "--host-price" in card["total_cost_reason"]
+
+
+def test_without_being_told_the_use_there_is_no_total(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = document(capsys, "compare llama-3-70b --machine mac-studio-m5-ultra-96")["plans"][0]
+    assert plan["total_cost_usd"] is None
+    assert "--hours-per-day" in plan["total_cost_reason"]
+    assert plan["power_w"] == 385
+    assert plan["tokens_per_joule"] == pytest.approx(plan["decode_tps"] / 385, rel=1e-3)
+
+
+def test_a_longer_context_can_be_kept_room_for(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "compare llama-3.1-8b --machine h100"
+    short = document(capsys, command)["plans"][0]
+    found = document(capsys, f"{command} --min-context 128k")
+    long = found["plans"][0]
+    assert found["workload"]["min_context_tokens"] == 131_072
+    assert long["decode_tps"] == short["decode_tps"]
+    cache = 2 * 32 * 8 * 128 * (131_072 - 8192) * 2
+    assert long["device_bytes"] - short["device_bytes"] >= cache
+    assert main([*command.split(), "--min-context", "128k"]) == 0
+    text = capsys.readouterr().out
+    assert "at 8,192 tokens of context with room for 131,072, one request" in text
+
+
+def test_each_node_of_several_macs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            ["compare", "deepseek-v3", "--machine", "2xmac-studio-m3-ultra-512", "--min-bits", "8"]
+        )
+        == 0
+    )
+    text = capsys.readouterr().out
+    assert "over Thunderbolt, mlx" in text
+    assert "each of 2 Macs holds" in text
+    assert "mlx.launch --backend jaccl" in text

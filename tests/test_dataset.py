@@ -114,14 +114,14 @@ def test_a_byte_order_mark_and_blank_lines_are_passed_over_and_told(tmp_path: Pa
         ('{"text": "a",}', 14, "not JSON"),
         ('["a"]', 1, "list instead of an object"),
         ('{"txt": "a"}', 1, "no known format; its keys are 'txt'"),
-        ('{"text": 3}', 1, "'text' is a number instead of text"),
-        ('{"text": ""}', 1, "'text' is empty"),
-        ('{"prompt": "a", "completion": null}', 1, "'completion' is null"),
-        ('{"messages": []}', 1, "'messages' is an empty list"),
-        ('{"messages": ["a"]}', 1, "messages[0] is text instead of an object"),
-        ('{"messages": [{"content": "a"}]}', 1, "messages[0] has no 'role'"),
-        ('{"messages": [{"role": "user"}]}', 1, "messages[0] has no 'content'"),
-        ('{"messages": [{"role": "user", "content": 1}]}', 1, "messages[0].content is a number"),
+        ('{"text": 3}', 2, "'text' is a number instead of text"),
+        ('{"text": ""}', 2, "'text' is empty"),
+        ('{"prompt": "a", "completion": null}', 17, "'completion' is null"),
+        ('{"messages": []}', 2, "'messages' is an empty list"),
+        ('{"messages": ["a"]}', 2, "messages[0] is text instead of an object"),
+        ('{"messages": [{"content": "a"}]}', 2, "messages[0] has no 'role'"),
+        ('{"messages": [{"role": "user"}]}', 2, "messages[0] has no 'content'"),
+        ('{"messages": [{"role": "user", "content": 1}]}', 2, "messages[0].content is a number"),
         ("[" * 100_000, 1, "nested too deep"),
     ],
 )
@@ -295,6 +295,30 @@ def test_the_check_says_what_training_would_lose(tmp_path: Path) -> None:
     assert "1 rows, fewer than the batch of 4" in lines
     assert duplicates(splits["train"].examples, splits["valid"].examples) == [(1, 1)]
     assert splits["train"].roles["assistant"] > 0
+    targets = splits["train"].role_targets
+    assert targets["user"] == 0
+    assert targets["assistant"] == sum(e.targets for e in splits["train"].examples)
+
+
+def test_tokens_to_predict_are_counted_by_role() -> None:
+    whole = example_of(chat_row("hi", "yes"), Letters(), mask_prompt=False)
+    assert whole.role_targets == {"user": 5, "assistant": 7}
+    masked = example_of(chat_row("hi", "yes"), Letters(), mask_prompt=True)
+    assert masked.role_targets == {"user": 0, "assistant": 4}
+    assert sum(masked.role_targets.values()) == masked.targets
+
+
+def test_plain_text_has_no_prompt_to_mask(tmp_path: Path) -> None:
+    """mlx_lm 0.32.2 stops: "Prompt masking not supported for text dataset"."""
+    path = written(tmp_path, {"text": "abc"}, CHAT)
+    assert any("1 rows of plain text have no prompt" in note for note in checked(path).notes)
+    assert not checked(path, mask_prompt=False).notes[1:]
+
+
+def test_a_role_that_no_template_has_is_noted(tmp_path: Path) -> None:
+    typo = {"messages": [{"role": "asistant", "content": "yes"}]}
+    lines = findings({"train": checked(written(tmp_path, typo, CHAT))}, 1)
+    assert any("unusual roles: asistant" in line for line in lines)
 
 
 def test_a_template_that_refuses_a_row_is_a_problem_of_its_line(tmp_path: Path) -> None:

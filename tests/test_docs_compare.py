@@ -7,11 +7,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from test_compare import machine, plan_of, subject, tps
+from test_compare import LLAMA_70B, machine, plan_of, subject, tps
+from test_compare_training import LARGE_HOST, lies_elsewhere, plan, row, tried
+from test_compare_training import subject as trained
 
 from uma.cli import main
 from uma.machine import default_reserve_bytes
-from uma.plan.compare import HostProfile
+from uma.plan.compare import HostProfile, Plan
 from uma.plan.compare.discrete import accelerate_plan, llama_cpp_plans
 from uma.plan.compare.parallel import vllm_plan
 from uma.plan.engine_case import EngineCase
@@ -22,7 +24,8 @@ BLOCK = re.compile(r"^```\n\$ uma ([^\n]+)\n(.*?)^```$", re.MULTILINE | re.DOTAL
 FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)? (?:GiB|GB/s|GB|%|tokens/s|ms|times)")
 MAC, CARD = "mac-studio-m2-ultra-192", "rtx-4090"
 HOST = HostProfile()
-GIVEN = {"64 GiB", "10 tokens/s", "192 GB"}  # defaults, and what a machine is called
+# Defaults, and what machines are called and described with.
+GIVEN = {"64 GiB", "128 GiB", "10 tokens/s", "192 GB", "80 GB", "48 GB", "24 GB", "12 GB", "16 GB"}
 
 
 def gb(size: float, digits: int = 2) -> str:
@@ -136,9 +139,62 @@ def claims() -> set[str]:
     }
 
 
+def training() -> set[str]:
+    """Figures of fine-tuning: what a card, and the host beside it, hold, and how fast it is."""
+    big, small = trained("llama-3-70b", "full"), trained("llama-3-8b", "lora")
+    eight = {one.technique: one for one in tried(big, "8xh100", LARGE_HOST) if one.quality == 2}
+    offloaded = eight["full, ZeRO 3, optimizer on the host, checkpointing"]
+    assert lies_elsewhere(offloaded)
+    qlora = plan(row(trained("llama-3-70b", "qlora"), "rtx-6000-ada"))
+    parts = plan(row(trained("llama-3-70b", "qlora"), "2xrtx-4090"))
+    lora = {one.technique: one for one in tried(small, "h100")}
+    exact = [one for one in tried(trained("llama-3-8b", "full"), "h200") if one.quality == 2]
+    whole = {one.technique: one for one in exact}
+    seven, host = trained("llama-2-7b", "full"), HostProfile(128 * GIB)
+    on_card = {one.technique: one for one in tried(seven, CARD, host) if one.quality == 2}
+    beside = plan(row(seven, CARD, host=host))
+    paged = plan(row(trained("llama-3-8b", "full"), "h100"))
+    assert beside.technique == "full, ZeRO 2, optimizer on the host, checkpointing"
+
+    def whole_tps(rate: float) -> str:
+        return f"{rate:,.0f} tokens/s"
+
+    def slower(plans: dict[str, Plan], name: str) -> str:
+        part = tps(plans[f"{name}, checkpointing"].decode) / tps(plans[name].decode)
+        return f"{100 * (1 - part):.0f} %"
+
+    return {
+        gb(18 * LLAMA_70B / 8, 1),
+        gb(8 * LLAMA_70B / 8, 1),
+        *(
+            gib(eight[f"full, {name}, checkpointing"].device_bytes // 8)
+            for name in ("ZeRO 3", "FSDP")
+        ),
+        gib(offloaded.device_bytes // 8),
+        gib(offloaded.host_bytes),
+        whole_tps(tps(offloaded.decode)),
+        gb(qlora.bits_per_weight * LLAMA_70B / 8, 1),
+        gib(qlora.device_bytes),
+        gib(parts.device_bytes),
+        gib(plan(row(trained("llama-3-8b", "qlora"), "rtx-4080")).device_bytes),
+        gib(lora["LoRA, checkpointing"].device_bytes),
+        gib(lora["LoRA"].device_bytes),
+        gib(on_card["full, checkpointing"].device_bytes),
+        gib(beside.device_bytes),
+        gib(beside.host_bytes),
+        whole_tps(tps(beside.decode)),
+        whole_tps(tps(on_card["full, checkpointing"].decode)),
+        gib(paged.host_bytes),
+        whole_tps(tps(paged.decode)),
+        whole_tps(tps(whole["full"].decode)),
+        slower(whole, "full"),
+        slower(lora, "LoRA"),
+    }
+
+
 @cache
 def computed() -> set[str]:
-    return example() | claims() | GIVEN
+    return example() | claims() | training() | GIVEN
 
 
 def prose() -> str:

@@ -16,7 +16,8 @@ DATA = Path(__file__).parent / "data"
 CONFIGS = Path(__file__).parent.parent / "uma/data/models"
 MAPS = json.loads((DATA / "device_maps.json").read_text())
 LLAMA_CPP_FLAGS = set((DATA / "llama_cpp_flags.txt").read_text().splitlines()[1:])
-VLLM_FLAGS = set((DATA / "vllm_flags.txt").read_text().splitlines()[1:])
+VLLM = (DATA / "vllm_flags.txt").read_text().splitlines()
+VLLM_FLAGS = {line.split()[0]: line.split()[1:] for line in VLLM[1:]}
 
 
 def emitted(capsys: pytest.CaptureFixture[str], command: str) -> list[str]:
@@ -93,13 +94,17 @@ def test_layers_on_the_host_are_those_of_the_plan(capsys: pytest.CaptureFixture[
     assert arguments[arguments.index("-ngl") + 1] == plan["options"][1]
 
 
-@pytest.mark.parametrize("machine", ["2xrtx-3090", "8xh100", "rtx-4090 --kv-bits 8"])
+@pytest.mark.parametrize("machine", ["2xrtx-3090", "8xh100", "rtx-4090 --kv-bits 8", "h100"])
 def test_vllm_knows_every_flag(capsys: pytest.CaptureFixture[str], machine: str) -> None:
+    """The options of vLLM 0.33.0 (scripts/record_vllm_flags.py), whose memory we know."""
+    assert VLLM[0] == "# vllm serve of vLLM 0.33.0"
     line = emitted(capsys, f"llama-3.1-8b --machine {machine} --emit vllm")[-1]
     arguments = shlex.split(line)
     assert arguments[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B-Instruct"]
-    flags = {word for word in arguments if word.startswith("--")}
-    assert {"--max-model-len", "--tensor-parallel-size"} <= flags <= VLLM_FLAGS
+    given = dict(zip(arguments[3::2], arguments[4::2], strict=True))
+    assert {"--max-model-len", "--tensor-parallel-size"} <= given.keys() <= VLLM_FLAGS.keys()
+    for flag, value in given.items():
+        assert value in VLLM_FLAGS[flag] or not VLLM_FLAGS[flag]
 
 
 def test_ones_own_command_is_taken_by_uma_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +126,7 @@ def test_a_raised_limit_is_told_before_the_command(capsys: pytest.CaptureFixture
 def test_the_script_for_accelerate_is_python_with_accelerates_own_map(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = "llama-3-70b --machine rtx-4090 --host-ram 192GB --emit accelerate"
+    command = "llama-3-70b --machine rtx-4090 --host-ram 192GB --min-bits 16 --emit accelerate"
     tree = ast.parse("\n".join(emitted(capsys, command)))
     assigned = {
         node.targets[0].id: ast.literal_eval(node.value)  # type: ignore[attr-defined]

@@ -1,9 +1,7 @@
 """A fine-tuning run: what it writes, what mlx_lm makes of it, and what it survives."""
 
 import json
-import os
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,12 @@ from models import CONFIGS, VOCAB_SIZE, build_model, saved_model
 from uma.cli import main
 from uma.dataset.examples import Example
 from uma.errors import CheckpointError, StorageError, UnsupportedModel, UsageError
+from uma.measurement.run_folder import checkpoints, events
 from uma.runtime.load import LoadedModel, load
 from uma.runtime.lora.adapter import WEIGHTS, Adapter, load_adapter, put_adapter
-from uma.runtime.lora.checkpoint import checkpoints
+from uma.runtime.lora.batching import batch_of
 from uma.runtime.lora.run import Recipe, fine_tune
-from uma.runtime.lora.train import Course, Diverged, batch_of, validation_loss
+from uma.runtime.lora.train import Course, Diverged, validation_loss
 
 DATA = {"train_data": "x"}
 
@@ -69,7 +68,8 @@ def trained(base: Path, folder: Path, asked: Recipe, **options: Any) -> tuple[Lo
         "blas": "any",
         "on_event": lambda _: None,
     }
-    result = fine_tune(loaded, examples(), examples(5, 1), asked, folder, **defaults | options)
+    validation = options.pop("validation", examples(5, 1))
+    result = fine_tune(loaded, examples(), validation, asked, folder, **defaults | options)
     return loaded, result
 
 
@@ -100,63 +100,46 @@ def test_a_resumed_run_ends_bit_for_bit_where_an_unbroken_one_does(
     assert tensors(tmp_path / "parts") == tensors(tmp_path / "whole")
 
 
-CHILD = """
-import os, sys
-from pathlib import Path
-import test_lora_run as t
-from uma.runtime.lora import checkpoint, run, train
-base, folder, point, count, resume = sys.argv[1:]
-left = int(count)
+def test_a_resumed_run_trains_the_adapter_and_nothing_else(base: Path, tmp_path: Path) -> None:
+    """mlx_lm's ``load_adapters`` leaves the whole base trainable (cases E13, V11)."""
+    from mlx_lm.tuner.utils import load_adapters
 
-def dies(module, name, before):
-    whole = getattr(module, name)
-    def call(*args, **kwargs):
-        global left
-        left -= 1
-        if left:
-            return whole(*args, **kwargs)
-        if before == "half":
-            Path(args[0]).write_bytes(b"x" * 100)
-        elif before == "after":
-            whole(*args, **kwargs)
-        os.kill(os.getpid(), 9)
-    setattr(module, name, call)
-
-if point != "none":
-    dies(*{
-        "weights": (checkpoint, "_write", "half"),
-        "optimizer": (checkpoint, "_write", "after"),
-        "rename": (checkpoint.os, "replace", "no"),
-        "renamed": (checkpoint.os, "replace", "after"),
-        "adapter": (run, "save_adapter", "no"),
-        "step": (train, "_update", "no"),
-        "updated": (train, "_update", "after"),
-        "validation": (train, "validation_loss", "no"),
-    }[point])
-t.trained(Path(base), Path(folder), t.recipe(), resume=resume == "True")
-"""
+    trained(base, tmp_path, recipe(4))
+    loaded, _ = trained(base, tmp_path, recipe(8), resume=True)
+    names = dict(tree_flatten(loaded.model.trainable_parameters())).keys()
+    assert names == tensors(tmp_path).keys()
+    theirs = load_adapters(load(base).model, str(tmp_path))
+    assert len(tree_flatten(theirs.trainable_parameters())) > len(names)
 
 
-def child(base: Path, folder: Path, point: str, count: int, resume: bool) -> int:
-    here = str(Path(__file__).parent)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([here, *filter(None, sys.path)])}
-    command = [sys.executable, "-c", CHILD, str(base), str(folder), point, str(count), str(resume)]
-    return subprocess.run(command, env=environment, check=False).returncode
-
-
-@pytest.mark.parametrize(
-    ("point", "count"),
-    [("weights", 3), ("optimizer", 3), ("rename", 4), ("renamed", 4), ("validation", 3)],
-)
-def test_a_run_that_is_killed_loses_nothing_that_was_saved(
-    base: Path, tmp_path: Path, point: str, count: int
+def test_a_layer_without_a_gradient_fails_before_the_validation(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = recipe()
-    trained(base, tmp_path / "whole", asked)
-    assert child(base, tmp_path / "run", point, count, False) == -9
-    assert checkpoints(tmp_path / "run")
-    trained(base, tmp_path / "run", asked, resume=True)
-    assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
+    """mlx_lm.lora validates first, and dies then on the first step (case E6)."""
+    from uma.runtime.lora import train as module
+
+    def no_gradient(*_: Any, **__: Any) -> Any:
+        raise ValueError("[Primitive::vjp] Not implemented for Mystery")
+
+    monkeypatch.setattr(module, "loss_and_gradients", no_gradient)
+    seen: list[str] = []
+    monkeypatch.setattr(module, "validation_loss", lambda *_: seen.append("validated") or 1.0)
+    with pytest.raises(ValueError, match="Mystery"):
+        trained(base, tmp_path, recipe())
+    assert not seen
+
+
+def test_validation_and_saving_hold_no_more_than_a_step(base: Path, tmp_path: Path) -> None:
+    """Validation has the rows of a pass; a checkpoint is of the adapter alone (cases E10, E22)."""
+    asked = recipe(8)
+    asked = replace(asked, course=replace(asked.course, pass_tokens=64))
+    _, result = trained(base, tmp_path, asked, validation=examples(30, 2))
+    peaks = result.held.peaks
+    assert peaks["validation"] <= peaks["backward"]
+    assert peaks["save"] <= result.held.resting_bytes + 2 * result.held.optimizer_bytes
+    whole = replace(asked, course=replace(asked.course, pass_tokens=None, batch_size=8))
+    _, more = trained(base, tmp_path / "whole", whole, validation=examples(30, 2))
+    assert more.held.peaks["validation"] > peaks["validation"]
 
 
 def test_a_full_disk_is_told_and_the_former_checkpoint_kept(
@@ -164,11 +147,10 @@ def test_a_full_disk_is_told_and_the_former_checkpoint_kept(
 ) -> None:
     asked = recipe()
     trained(base, tmp_path / "whole", asked)
-    save, calls = mx.save_safetensors, []
+    save = mx.save_safetensors
 
     def full(path: str, *args: Any) -> None:
-        calls.append(path)
-        if len(calls) == 5:  # the optimizer of the second checkpoint
+        if path.endswith(".0000008.partial/optimizer.safetensors"):
             raise RuntimeError("[write] No space left on device")
         save(path, *args)
 
@@ -176,6 +158,7 @@ def test_a_full_disk_is_told_and_the_former_checkpoint_kept(
     with pytest.raises(StorageError, match=r"No space left.*earlier ones are kept"):
         trained(base, tmp_path / "run", asked)
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["0000004"]
+    monkeypatch.undo()
     trained(base, tmp_path / "run", asked, resume=True)
     assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
 
@@ -198,6 +181,45 @@ def test_mlx_lm_loads_the_adapter_and_computes_the_same(
     plain = load(base).model(tokens)
     assert mx.array_equal(loaded.model(tokens), theirs(tokens))
     assert not mx.allclose(plain, theirs(tokens), atol=1e-3)
+
+
+def test_the_best_adapter_stays_beside_the_last_and_patience_ends_the_run(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mlx_lm.lora keeps the last adapter alone, however much worse it is."""
+    from uma.runtime.lora import train as module
+
+    losses = iter([9.0, 5.0, 4.0, 6.0, 7.0, 3.0])
+    monkeypatch.setattr(module, "validation_loss", lambda *_: next(losses))
+    asked = recipe(40)
+    asked = replace(asked, course=replace(asked.course, patience=2))
+    _, part = trained(base, tmp_path, asked, **stop_after(12))
+    assert (part.ending, part.progress.worse) == ("stopped", 1)
+    best = tensors(tmp_path / "best")
+    assert best != tensors(tmp_path)
+    _, result = trained(base, tmp_path, asked, resume=True)
+    assert (result.ending, result.progress.iteration) == ("patience", 16)
+    assert (result.progress.best_val_loss, result.progress.best_iteration) == (4.0, 8)
+    assert tensors(tmp_path / "best") == best
+    assert (tmp_path / "best" / "adapter_config.json").is_file()
+    _, again = trained(base, tmp_path, asked, resume=True)
+    assert (again.ending, again.progress.iteration) == ("patience", 16)
+    longer = replace(asked, course=replace(asked.course, patience=5, iters=20))
+    _, after = trained(base, tmp_path, longer, resume=True)
+    assert (after.ending, after.progress.best_val_loss) == ("done", 3.0)
+    assert tensors(tmp_path / "best") == tensors(tmp_path)
+
+
+def test_a_batch_in_smaller_passes_makes_the_same_update(base: Path, tmp_path: Path) -> None:
+    found = []
+    for n, tokens in enumerate((None, 64, 1)):
+        asked = recipe(4, optimizer="sgd", dropout=0.0)
+        course = replace(asked.course, batch_size=6, pass_tokens=tokens, loss_rows=20)
+        trained(base, tmp_path / str(n), replace(asked, course=course))
+        found.append(mx.load(str(tmp_path / str(n) / WEIGHTS)))
+    for other in found[1:]:
+        for name, value in found[0].items():
+            assert mx.allclose(value, other[name], atol=1e-6, rtol=1e-5)
 
 
 def test_accumulated_batches_weigh_each_token_alike(base: Path, tmp_path: Path) -> None:
@@ -286,6 +308,52 @@ def test_an_adapter_that_cannot_be_put_is_refused(adapter: Adapter, text: str) -
         put_adapter(build_model(CONFIGS["full"]), adapter)
 
 
+def test_a_gradient_that_is_not_finite_is_named_with_the_lines_of_its_pass(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mlx_lm.lora trains on with NaN in every tensor (cases E7, E8)."""
+    from uma.runtime.lora import train as module
+
+    whole, calls = module.loss_and_gradients, []
+
+    def poisoned(*args: Any, **options: Any) -> Any:
+        loss, found = whole(*args, **options)
+        calls.append(args)
+        if len(calls) == 7:  # the first is thrown away
+            name = sorted(found)[1]
+            found[name] = found[name] * float("inf")
+        return loss, found
+
+    monkeypatch.setattr(module, "loss_and_gradients", poisoned)
+    asked = recipe()
+    with pytest.raises(Diverged, match=r"gradient of \S+lora_\S+ is not finite in iteration 6"):
+        trained(base, tmp_path, asked)
+    assert [path.name for path in checkpoints(tmp_path)] == ["0000004"]
+    assert all(mx.isfinite(value).all() for value in mx.load(str(tmp_path / WEIGHTS)).values())
+    assert events(tmp_path)[-1]["how"] == "failed"
+
+
+def test_an_adapter_that_is_not_finite_is_not_saved(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from uma.runtime.lora import train as module
+
+    whole, calls = module._update, []
+
+    def overflowing(model: nn.Module, optimizer: Any, gradients: Any, norm: Any) -> None:
+        calls.append(norm)
+        if len(calls) == 4:
+            gradients = {name: mx.full(g.shape, 3e38) for name, g in gradients.items()}
+            optimizer.learning_rate, norm = 1e30, None
+        whole(model, optimizer, gradients, norm)
+
+    monkeypatch.setattr(module, "_update", overflowing)
+    with pytest.raises(Diverged, match=r"lora_\w is not finite after iteration 8; it is not saved"):
+        trained(base, tmp_path, replace(recipe(optimizer="sgd"), warmup=0), validation=())
+    assert [path.name for path in checkpoints(tmp_path)] == ["0000004"]
+    assert all(mx.isfinite(value).all() for value in mx.load(str(tmp_path / WEIGHTS)).values())
+
+
 def test_a_loss_that_is_not_finite_never_reaches_the_adapter(base: Path, tmp_path: Path) -> None:
     loaded = load(base)
     loaded.model.model.norm.weight = mx.full((64,), float("nan"))
@@ -329,6 +397,10 @@ def data_folder(folder: Path) -> Path:
     return folder
 
 
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
 def command(base: Path, tmp_path: Path, *more: str) -> list[str]:
     return [
         *("lora", "train", str(base), "--data", str(tmp_path / "data"), "--json"),
@@ -338,8 +410,9 @@ def command(base: Path, tmp_path: Path, *more: str) -> list[str]:
 
 
 def test_the_command_trains_reports_and_resumes(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("UMA_STATE_DIR", str(tmp_path / "state"))
     data_folder(tmp_path / "data")
     assert main(command(base, tmp_path, "--iters", "8", "--save-every", "4")) == 0
     first = json.loads(capsys.readouterr().out)
@@ -347,6 +420,16 @@ def test_the_command_trains_reports_and_resumes(
     assert first["trainable_parameters"] == sum(
         value.size for value in mx.load(str(tmp_path / "run" / WEIGHTS)).values()
     )
+    ledger = first["ledger"]
+    sizes = {(t["name"], t["phase"]): t for t in ledger["terms"]}
+    for name in ("weights", "adapters", "optimizer_states"):
+        assert sizes[name, "always"]["measured_bytes"] == sizes[name, "always"]["predicted_bytes"]
+    assert ledger["verdict"] == "fits"
+    assert ledger["measured_peak_bytes"] > ledger["resting_bytes"]
+    [record] = [read_json(path) for path in (tmp_path / "state" / "records").iterdir()]
+    assert record["command"] == "lora train"
+    assert record["ledger"]["measured_peak_bytes"] == ledger["measured_peak_bytes"]
+    assert str(tmp_path) not in json.dumps(record)
     assert main(command(base, tmp_path, "--epochs", "6", "--resume")) == 0
     second = json.loads(capsys.readouterr().out)
     assert second["iters"] == 24
@@ -373,3 +456,4 @@ def test_the_check_names_the_first_bad_line_and_fails(
     assert document["splits"]["train"]["problems"][0]["line"] == 9
     assert main(command(base, tmp_path)) == 1
     assert "train.jsonl:9:1" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -1,8 +1,10 @@
 """State over devices against DeepSpeed's printed estimates and ZeRO's own figures."""
 
+from typing import Any
+
 import pytest
 
-from uma.memory.sharding import States, communication_bytes, deepspeed_estimate, placed
+from uma.memory.sharding import Moved, States, communication_bytes, deepspeed_estimate, placed
 from uma.units import GIB
 from uma.workload import Sharding
 
@@ -22,7 +24,14 @@ T5_3B, T5_LAYER = 2_851_000_000, 32_000_000  # DeepSpeed docs/memory.rst: 2851M,
 def test_deepspeed_prints_these_for_t5_3b(
     stage: int, offload: str, device_gib: float, host_gib: float | None
 ) -> None:
-    device, host = deepspeed_estimate(T5_3B, T5_LAYER, 8, stage=stage, offload=offload)  # type: ignore[arg-type]
+    device, host = deepspeed_estimate(
+        T5_3B,
+        T5_LAYER,
+        8,
+        stage=stage,  # type: ignore[arg-type]
+        offload=offload,  # type: ignore[arg-type]
+        whole_gradients=True,
+    )
     assert device / GIB == pytest.approx(device_gib, abs=0.01)
     if host_gib is not None:
         assert host / GIB == pytest.approx(host_gib, rel=0.002)
@@ -39,10 +48,54 @@ def test_zero_of_7_5_billion_parameters_on_64_devices_is_that_of_the_paper() -> 
     assert sizes == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.06)
 
 
+def sent(spread: Sharding, parameters: int = 100, gradients: int = 100, **more: Any) -> Any:
+    return communication_bytes(Moved(States(parameters, gradients, 600), **more), spread)
+
+
 def test_stage_3_moves_half_as_much_again_as_data_parallelism() -> None:
-    plain = communication_bytes(100, 100, 0, Sharding(data=8))
-    sharded = communication_bytes(100, 100, 0, Sharding(data=8, zero_stage=3))
+    plain = sent(Sharding(data=8))
+    sharded = sent(Sharding(data=8, zero_stage=3))
     assert sum(sharded.values()) == pytest.approx(1.5 * sum(plain.values()), abs=2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_stages_1_and_2_move_no_more_than_data_parallelism(stage: int) -> None:
+    """ZeRO, section 7.1: the reduction of gradients and the gathering of weights are 2 P."""
+    moved = sent(Sharding(data=10, zero_stage=stage), 1000, 1000)
+    assert sum(moved.values()) == 2 * 1000 * 9 // 10
+
+
+def test_megatron_reduces_the_stream_four_times_a_layer() -> None:
+    """Shoeybi et al. 2019, section 3: two all-reduces forward and two backward."""
+    found = sent(Sharding(tensor=2), stream_bytes=100, layers=3)
+    assert found == {"tensor": 3 * 4 * 2 * 100 // 2}
+
+
+def test_a_sequence_on_twice_as_many_devices_is_half_as_much_for_each_to_send() -> None:
+    """DeepSpeed-Ulysses, section 3.2: 4 N h / P a layer on P devices."""
+    small, large = (
+        sent(Sharding(sequence=count), stream_bytes=1 << 20, layers=2)["sequence"]
+        for count in (8, 16)
+    )
+    assert small == 2 * 2 * 4 * (1 << 20) // 8 * 7 // 8
+    assert large / small == pytest.approx(0.5 * (15 / 16) / (7 / 8), rel=1e-6)
+
+
+def test_a_stage_of_a_pipeline_sends_the_stream_once_and_its_gradient_back() -> None:
+    found = sent(Sharding(pipeline=4), stream_bytes=100, layers=8, batches=5)
+    assert found == {"pipeline": 2 * 5 * 100}
+
+
+def test_infinity_reads_and_writes_the_states_on_the_disk() -> None:
+    spread = Sharding(data=2, zero_stage=3, offload_optimizer="disk", offload_parameters="disk")
+    found = sent(spread)
+    assert found["disk"] == 2 * 600 // 2 + 2 * 100 // 2
+    assert found["host"] == 2 * 100 // 2
+
+
+def test_what_comes_back_from_the_host_are_trained_parameters_alone() -> None:
+    found = sent(Sharding(zero_stage=2, offload_optimizer="host"), parameters=1000, gradients=7)
+    assert found == {"host": 14}
 
 
 def test_offloading_moves_the_optimizer_and_its_gradients_to_the_host() -> None:
@@ -54,4 +107,4 @@ def test_offloading_moves_the_optimizer_and_its_gradients_to_the_host() -> None:
 def test_hybrid_sharding_splits_within_its_group_and_reduces_between_groups() -> None:
     spread = Sharding(data=16, zero_stage=3, shard_group=8)
     assert placed(States(80, 0, 0), spread).device.parameter_bytes == 10
-    assert communication_bytes(80, 80, 0, spread)["groups"] == 10
+    assert sent(spread, 80, 80)["groups"] == 10

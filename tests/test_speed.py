@@ -41,6 +41,7 @@ from uma.speed import (
 )
 from uma.speed.fitted import TERMS, coefficients
 from uma.speed.processor import apple_processor
+from uma.speed.rate import Split
 from uma.speed.stored import gguf_stored
 from uma.speed.training import passes
 from uma.units import GB
@@ -389,30 +390,64 @@ def test_matrices_split_over_cards_gain_on_large_models_only() -> None:
     assert gain("meta-llama/Llama-3.2-1B-Instruct", "Q4_0") < 1
 
 
+def m3_ultras(count: int, name: str, bits: int, link: Link, split: Split = "row") -> Rate:
+    architecture = model(name)
+    reads = mlx_reads(architecture, quantization_for(bits))
+    machines = processors_of(machine_named("mac-studio-m3-ultra-512")) * count
+    return known(decode_tps(architecture, reads, machines, "mlx", 128, split=split, link=link))
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "count", "tps"),
+    [
+        ("zai-org/GLM-5", 8, 2, 18.3),  # github.com/exo-explore/exo/issues/1468
+        ("zai-org/GLM-5", 8, 4, 23.7),
+        ("zai-org/GLM-4.7", 8, 4, 24.6),  # github.com/ml-explore/mlx-lm/pull/698: 16 on one
+    ],
+)
+def test_published_rates_of_macs_over_rdma_are_in_the_interval(
+    name: str, bits: int, count: int, tps: float
+) -> None:
+    found = m3_ultras(count, name, bits, JACCL)
+    assert found.low < tps < found.high
+    assert found.best == pytest.approx(tps, rel=0.25)
+
+
 def test_several_macs_gain_over_rdma_and_lose_over_tcp() -> None:
     """Four M3 Ultras over JACCL ran nearly three times as fast as one (Apple, WWDC 2026, 233)."""
-    architecture = model(LLAMA_70B)
-    reads = mlx_reads(architecture, quantization_for(8))
-    (one,) = processors_of(machine_named("mac-studio-m3-ultra-512"))
-
-    def tps(count: int, link: Link | None = None) -> float:
-        found = decode_tps(architecture, reads, [one] * count, "mlx", 512, split="row", link=link)
-        return known(found).best
-
-    assert 2.3 < tps(4, JACCL) / tps(1) < 3.2
-    assert tps(4, RING) < tps(1)
+    alone, over_rdma, over_tcp = (
+        m3_ultras(count, LLAMA_70B, 8, link) for count, link in ((1, JACCL), (4, JACCL), (4, RING))
+    )
+    assert over_rdma.best < 2.9 * alone.best < over_rdma.high
+    assert over_tcp.high < alone.best
 
 
-def test_macs_in_a_row_wait_for_one_message_each() -> None:
+def test_macs_in_a_row_wait_for_a_message_each_and_one_to_all() -> None:
+    link = Link(1e-3, 8192 * 2 / 1e-3)
+    alone, four = (m3_ultras(n, LLAMA_70B, 4, link, "layer").best for n in (1, 4))
+    assert 1 / four - 1 / alone == pytest.approx(4 * 2e-3)
+
+
+def test_a_ring_passes_parts_on_and_a_mesh_sends_to_all_at_once() -> None:
+    mesh, ring = Link(1e-3, 1e6), Link(1e-3, 1e6, mesh=False)
+    assert mesh.all_reduce_s(8000, 1) == 0
+    assert mesh.all_reduce_s(8000, 4) == pytest.approx(9e-3)
+    assert mesh.all_reduce_s(80_000, 4) == pytest.approx(2 * 21e-3)  # large: in two steps
+    assert ring.all_reduce_s(8000, 4) == pytest.approx(6 * 3e-3)
+
+
+def test_prompts_on_macs_in_a_row_are_no_faster_than_on_one() -> None:
     architecture = model(LLAMA_70B)
     reads = mlx_reads(architecture, quantization_for(4))
     (one,) = processors_of(machine_named("mac-studio-m3-ultra-512"))
-    link = Link(1e-3, 8192 * 2 / 1e-3)
-    alone, four = (
-        known(decode_tps(architecture, reads, [one] * n, "mlx", 512, link=link)).best
-        for n in (1, 4)
-    )
-    assert 1 / four - 1 / alone == pytest.approx(3 * 2e-3)
+
+    def tps(count: int, split: Split) -> float:
+        machines = [one] * count
+        found = prompt_tps(architecture, reads, machines, "mlx", 8192, split=split, link=JACCL)
+        return known(found).best
+
+    assert tps(4, "layer") < tps(1, "layer")
+    assert 2 < tps(4, "row") / tps(1, "row") < 4
 
 
 def test_layers_on_the_host_cost_what_its_memory_is_slower() -> None:

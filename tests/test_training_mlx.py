@@ -19,7 +19,7 @@ from uma.workload import TrainingWorkload
 
 MEASURED = json.loads((Path(__file__).parent / "data/training_memory_mlx.json").read_text())["rows"]
 EXACT_SLACK = 32  # bytes: two keys of the random state
-RECURRENT = ("recurrent", "hybrid")  # token by token; only roughly right
+RECURRENT = ("recurrent", "hybrid")
 PUBLISHED = [  # mlx-lm issue 47, mlx-tune's performance page: GB as printed, rounded
     ("mistral-7b-v0.1", Quantization(4, 64), 4, 1, 7500, 30),
     ("qwen3-0.6b", None, 16, 1, 4096, 18),
@@ -55,12 +55,19 @@ def test_what_is_there_before_the_first_step_is_exact() -> None:
         assert 0 <= row["before_bytes"] - held <= EXACT_SLACK
 
 
-def test_three_quarters_of_the_peaks_are_within_10_percent_and_none_beyond_18() -> None:
+def test_of_40_peaks_38_are_within_10_percent() -> None:
     found = errors([row for row in MEASURED if row["kind"] not in RECURRENT])
     assert len(found) == 40
-    assert median(found) < 0.05
-    assert sum(error < 0.1 for error in found) >= 30
-    assert max(found) < 0.18
+    assert median(found) < 0.02
+    assert sum(error < 0.1 for error in found) >= 38
+    assert max(found) < 0.31
+
+
+def test_peaks_of_mamba_2_are_within_13_percent() -> None:
+    found = errors([row for row in MEASURED if row["kind"] == "recurrent"])
+    assert len(found) == 6
+    assert sum(error < 0.1 for error in found) >= 5
+    assert max(found) < 0.13
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row[0])

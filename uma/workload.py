@@ -40,6 +40,7 @@ Loss = Literal["naive", "fused", "sliced"]
 TrainingAttention = Literal["fused", "materialised"]
 MemoryKind = Literal["allocated", "reserved", "device"]
 TrainingEngine = Literal["mlx", "torch"]
+Trainer = Literal["mlx_lm", "uma"]
 
 METHODS = ("lora", "dora", "full")
 OPTIMIZERS = (
@@ -66,8 +67,10 @@ class Sharding:
 
     ``zero_stage`` 1 shards the optimizer states over ``data`` devices, 2 also the gradients, 3 also
     the parameters; FSDP's full shard is 3, and its hybrid shard is 3 over ``shard_group`` devices
-    (0: all of ``data``), replicated beyond. ``offload_optimizer`` and ``offload_parameters`` move
-    that state to ``"host"`` or ``"disk"``.
+    (0: all of them), replicated beyond. ``sequence`` splits rows over devices that share the
+    sharded state as those of ``data`` do. ``offload_optimizer`` and ``offload_parameters`` move
+    that state to ``"host"`` or ``"disk"``. ``fsdp`` is PyTorch's or MLX's own sharding rather than
+    DeepSpeed's.
     """
 
     data: int = 1
@@ -78,15 +81,21 @@ class Sharding:
     shard_group: int = 0
     offload_optimizer: Literal["", "host", "disk"] = ""
     offload_parameters: Literal["", "host", "disk"] = ""
+    fsdp: bool = False
 
     @property
     def devices(self) -> int:
         return self.data * self.tensor * self.pipeline * self.sequence
 
     @property
+    def replicas(self) -> int:
+        """Devices that would hold the same state without ZeRO."""
+        return self.data * self.sequence
+
+    @property
     def shards(self) -> int:
         """Devices that one copy of the sharded state is split over."""
-        return self.shard_group or self.data
+        return self.shard_group or self.replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +152,10 @@ def _check_numbers(asked: TrainingWorkload) -> None:
     if asked.grad_checkpoint < 0:
         raise UsageError(f"grad_checkpoint is {asked.grad_checkpoint}; 0 is none, 1 every layer")
     if asked.num_layers is not None and asked.num_layers < 1:
-        raise UsageError(f"num_layers is {asked.num_layers}; leave it out to train all layers")
+        raise UsageError(
+            f"num_layers is {asked.num_layers}: nothing would be trained, and {asked.optimizer} "
+            "would have no states; leave it out to train all layers"
+        )
     if asked.optimizer not in OPTIMIZERS:
         raise UsageError(
             f"optimizer {asked.optimizer!r} is not known; known are {', '.join(OPTIMIZERS)}"
@@ -175,20 +187,43 @@ def _check_sharding(asked: TrainingWorkload) -> None:
             raise UsageError(f"{name} parallelism of {getattr(spread, name)}; 1 is none")
     if spread.zero_stage not in (0, 1, 2, 3):
         raise UsageError(f"ZeRO stage {spread.zero_stage} is not one of 0, 1, 2, 3")
-    if spread.zero_stage and spread.data == 1 and not _offloads(spread):
+    if spread.zero_stage and spread.replicas == 1 and not _offloads(spread):
         raise UsageError(
-            f"ZeRO stage {spread.zero_stage} on one device shards nothing: each part would be the "
-            "whole; add devices, or offload the optimizer"
+            f"{_stage(spread)} on one device shards nothing: each part would be the whole; add "
+            "devices, or offload the optimizer"
         )
-    if spread.shard_group and (spread.zero_stage != 3 or spread.data % spread.shard_group):
+    if spread.shard_group and (spread.zero_stage != 3 or spread.replicas % spread.shard_group):
         raise UsageError(
             f"a shard group of {spread.shard_group} needs ZeRO stage 3 (FSDP) and a number of data "
-            f"devices that it divides, not {spread.data}"
+            f"devices that it divides, not {spread.replicas}"
         )
+    _check_offloading(asked)
+
+
+def _check_offloading(asked: TrainingWorkload) -> None:
+    spread = asked.sharding
     if spread.offload_parameters and spread.zero_stage != 3:
         raise UsageError("parameters can be offloaded with ZeRO stage 3 only, which gathers them")
+    if "disk" in (spread.offload_optimizer, spread.offload_parameters) and spread.zero_stage != 3:
+        raise UsageError(
+            "only ZeRO stage 3 (ZeRO-Infinity) moves state to a disk; with a lower stage offload "
+            "to the host"
+        )
     if spread.offload_optimizer and asked.optimizer.startswith("paged"):
         raise UsageError("a paged optimizer moves its states by itself; offload or page, not both")
+    if not spread.fsdp:
+        return
+    if spread.offload_optimizer != spread.offload_parameters:
+        raise UsageError(
+            "FSDP offloads parameters, gradients and optimizer states together (CPUOffload): "
+            "offload both, or use ZeRO stage 3, which offloads each by itself"
+        )
+    if spread.offload_parameters == "disk":
+        raise UsageError("FSDP offloads to the host alone; ZeRO stage 3 offloads to a disk")
+
+
+def _stage(spread: Sharding) -> str:
+    return "FSDP" if spread.fsdp else f"ZeRO stage {spread.zero_stage}"
 
 
 def _offloads(spread: Sharding) -> bool:

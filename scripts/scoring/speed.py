@@ -179,7 +179,8 @@ def _kind(case: Case) -> str:
         return "several devices"
     if case.batch_size > 1:
         return "several sequences"
-    return "other unified memory" if case.processors[0].device == "unified" else "one device"
+    first = case.processors[0]
+    return "other unified memory" if first.one_memory and first.device != "apple" else "one device"
 
 
 def _group_of_skipped(row: Row, quantity: Quantity) -> tuple[str, str, str]:

@@ -1,9 +1,10 @@
 """Rows of measured training memory, and what is predicted for them."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from uma.architecture.layers import Architecture
 from uma.engines import mlx_training
 from uma.engines.torch_training import training_terms
 from uma.errors import UsageError
@@ -12,7 +13,6 @@ from uma.units import GB
 
 from .rows import (
     ENGINE,
-    FORMAT,
     INCOMPLETE,
     MACHINE,
     METRIC,
@@ -24,7 +24,27 @@ from .rows import (
     number,
 )
 from .summary import Group
-from .training_readers import DOUBTS, OTHER_TASKS, READERS, Case, architecture_named
+from .training_models import Case, architecture_named
+from .training_native import litgpt, mlx, torchtitan, torchtune
+from .training_recipes import shape_of
+from .training_trainer import axolotl, fitcheck, fms, fsdp_qlora, peft, trainer
+from .training_words import DOUBTS, method_of
+
+NOT_CLAIMED = re.compile(r"megatron|mlx-vlm|mlx-tune|unsloth mlx|kquant|^torchao", re.IGNORECASE)
+READERS: tuple[tuple[str, Callable[[Row, Architecture], Case]], ...] = (
+    (r"^mlx_lm", mlx),
+    (r"fms-acceleration", fms),
+    (r"fitcheck", fitcheck),
+    (r"fsdp_qlora", fsdp_qlora),
+    (r"axolotl", axolotl),
+    (r"lit-?gpt", litgpt),
+    (r"^transformers\+peft$", peft),
+    (r"torchtune", torchtune),
+    (r"torchtitan", torchtitan),
+    (r"qwen|swift|llama-?factory|transformers|trl|peft|longlora|xtuner|unsloth", trainer),
+)
+NEARLY = 0.1  # a cap on lengths is enough where it moves the peak by no more
+SHORT = 64  # tokens
 
 
 def score(rows: Iterable[Row]) -> dict[str, Group]:
@@ -85,16 +105,26 @@ def case_of(row: Row) -> Case:
     Raises:
         Skipped: With one of the reasons of the contract.
     """
-    if row["trust"] in ("C", "D") or DOUBTS.search(row["notes"]):
+    read = _reader(row)
+    method_of(row)
+    if row["trust"] == "D" or DOUBTS.search(row["notes"]):
         raise Skipped(UNTRUSTWORTHY)
-    if OTHER_TASKS.search(row["method"] + row["notes"]):
-        raise Skipped(FORMAT)
-    architecture = architecture_named(row["model"])
-    kind = kind_of(row)
-    for pattern, reader in READERS:
-        if re.search(pattern, row["framework"], re.IGNORECASE):
-            case = reader(row, architecture)
-            return replace(case, workload=replace(case.workload, mem_kind=kind))
+    case = read(row, architecture_named(row["model"]))
+    shape = shape_of(row)
+    return replace(
+        case,
+        workload=replace(case.workload, mem_kind=kind_of(row)),
+        settings=replace(case.settings, variable_lengths=shape.varies),
+        bound=shape.bound,
+    )
+
+
+def _reader(row: Row) -> Callable[[Row, Architecture], Case]:
+    """How rows of the program that measured are read."""
+    if not NOT_CLAIMED.search(row["framework"]):
+        for pattern, reader in READERS:
+            if re.search(pattern, row["framework"], re.IGNORECASE):
+                return reader
     raise Skipped(ENGINE)
 
 
@@ -118,13 +148,25 @@ def kind_of(row: Row) -> str:
     """
     if row["mem_kind"] not in KINDS:
         raise Skipped(METRIC)
-    if row["mem_kind"] == "unknown" and "reserved" in row["mem_metric"]:
+    logs_reserved = re.search("torchtune|ms-swift", row["framework"])  # of unknown counters
+    if row["mem_kind"] == "unknown" and ("reserved" in row["mem_metric"] or logs_reserved):
         return "reserved"
     return KINDS[row["mem_kind"]]
 
 
 def predicted_bytes(row: Row, case: Case) -> int:
-    """The predicted peak of one device, or of all where the row counts them together."""
+    """The predicted peak of one device, or of all where the row counts them together.
+
+    Raises:
+        Skipped: If the length is only a cap, and shorter rows would need much less.
+    """
+    if case.bound:
+        short = replace(case.workload, max_seq_length=min(SHORT, case.workload.max_seq_length))
+        whole = predicted_bytes(row, replace(case, bound=False))
+        least = predicted_bytes(row, replace(case, workload=short, bound=False))
+        if least < (1 - NEARLY) * whole:
+            raise Skipped(INCOMPLETE)
+        return whole
     if case.weights is not None:
         terms = mlx_training.training_terms(case.architecture, case.weights, case.workload)
         return peak(terms)[1]

@@ -1,9 +1,19 @@
-"""Shapes of models that measurements of training use and the catalog does not have.
+"""What a measured training row asks, and models that the catalog does not have.
 
-Each is checked by its published number of parameters when it is looked up.
+Each model is checked by its published number of parameters when it is looked up.
 """
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+from uma.architecture import architecture_from_config
+from uma.architecture.layers import Architecture
+from uma.engines.torch_model import Settings
+from uma.memory.term import MemoryTerm
+from uma.workload import TrainingWorkload
+
+from .rows import MODEL, Skipped, known_model
 
 # stablelm-base-alpha-3b as litgpt's config.py has it; Baichuan2-7B has the shapes of Llama 2 with a
 # vocabulary of 125,696; ibm/PowerLM-3b (3.51 B, tied) and bigcode/gpt_bigcode-santacoder (1.12 B,
@@ -53,6 +63,24 @@ SHAPES: dict[str, tuple[float, dict[str, Any]]] = {
             "rotary_pct": 0.25,
         },
     ),
+    "ibm-granite/granite-3.0-3b-a800m-instruct": (
+        3.3e9,
+        {
+            "model_type": "granitemoe",
+            "hidden_size": 1536,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "intermediate_size": 512,
+            "num_local_experts": 40,
+            "num_experts_per_tok": 8,
+            "vocab_size": 49155,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "baichuan-inc/Baichuan2-7B-Chat": (
         7.506e9,
         {
@@ -69,3 +97,29 @@ SHAPES: dict[str, tuple[float, dict[str, Any]]] = {
         },
     ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a row asks; ``weights`` are those of MLX, whose engine it is then.
+
+    ``bound`` says that the length is only a cap.
+    """
+
+    architecture: Architecture
+    workload: TrainingWorkload
+    settings: Settings
+    weights: MemoryTerm | None = None
+    bound: bool = False
+
+
+@cache
+def architecture_named(name: str) -> Architecture:
+    """The layers of a model by its name in the rows."""
+    if name not in SHAPES:
+        return known_model(name)[1]
+    published, config = SHAPES[name]
+    architecture = architecture_from_config(config)
+    if abs(architecture.num_parameters / published - 1) > 0.02:
+        raise Skipped(MODEL)
+    return architecture

@@ -4,8 +4,10 @@ Field names are those of ``config.json`` and mlx-lm. A layer lists its mixers be
 run two side by side (Falcon-H1: Mamba-2 and attention).
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import cached_property
+from operator import attrgetter
 from typing import Literal
 
 from uma.frozen import dataclass
@@ -189,14 +191,38 @@ class Architecture:
         )
 
     @cached_property
+    def alike(self) -> tuple[Layer, ...]:
+        """For every layer the first whose parameters are the same but for their names."""
+        first: dict[object, Layer] = {}
+        return tuple(
+            first.setdefault(tuple(map(_STORED_AS, layer.parameters)), layer)
+            for layer in self.layers
+        )
+
+    @cached_property
     def num_parameters(self) -> int:
         """Elements of all parameters, each expert counted."""
-        return sum(p.size for p in parameters(self))
+        return sum(count * _elements(some) for some, count in self.counted_parameters)
 
     @cached_property
     def largest_parameter(self) -> int:
         """Elements of the largest one; experts are one array."""
-        return max(p.size for p in parameters(self))
+        return max(p.size for some, _ in self.counted_parameters for p in some)
+
+    @cached_property
+    def counted_parameters(self) -> tuple[tuple[tuple[Parameter, ...], int], ...]:
+        """Those outside the layers once, those of each kind of layer as often as there are."""
+        layers = {id(layer): layer for layer in self.alike}
+        counts = Counter(map(id, self.alike))
+        inside = ((layers[key].parameters, count) for key, count in counts.items())
+        return ((self.parameters, 1), *inside)
+
+
+_STORED_AS = attrgetter("shape", "kind", "quantizable", "bits", "group_size", "dtype")
+
+
+def _elements(some: Iterable[Parameter]) -> int:
+    return sum(p.size for p in some)
 
 
 def parameters(architecture: Architecture) -> Iterator[Parameter]:

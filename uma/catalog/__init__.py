@@ -212,8 +212,12 @@ def find_chips(
 
 def find_model(hf_id: str) -> Model | None:
     """The row of the model with that hub id, whatever the case of its letters."""
-    wanted = hf_id.lower()
-    return next((model for model in models() if model.hf_id.lower() == wanted), None)
+    return _models_by_id().get(hf_id.lower())
+
+
+@cache
+def _models_by_id() -> dict[str, Model]:
+    return {model.hf_id.lower(): model for model in reversed(models())}
 
 
 def model_config(model: Model) -> ModelConfig:

@@ -89,7 +89,9 @@ class UnifiedMachine(NamedTuple):
 
     ``gpu_usable_gib`` is what the GPU has as delivered, ``gpu_usable_high_gib`` what it can be
     given. With two tiers ``host_memory_gib`` is the slow one, and ``bandwidth_gb_per_s`` that of
-    the fast one; ``link_gb_per_s`` joins them, in one direction.
+    the fast one; ``link_gb_per_s`` joins them, in one direction. ``achieved_gb_per_s`` is what a
+    kernel of its GPU was measured to read. Rates are dense; ``fp32_tflops`` is that of the vector
+    units, ``bf16_tflops`` accumulates in 32 bits.
     """
 
     name: str
@@ -99,12 +101,15 @@ class UnifiedMachine(NamedTuple):
     memory_gib: int | None
     memory_type: str
     bandwidth_gb_per_s: float | None
+    achieved_gb_per_s: float | None
     gpu_usable_gib: float | None
     gpu_usable_high_gib: float | None
     host_memory_gib: int | None
     link_gb_per_s: float | None
     gpu_limit_note: str
     fp16_tflops: float | None
+    fp32_tflops: float | None
+    bf16_tflops: float | None
     power_w: int | None
     price_usd: int | None
     price_kind: str

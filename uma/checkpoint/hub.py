@@ -107,7 +107,7 @@ def repository(repo: str, revision: str = DEFAULT_REVISION) -> Repository:
     Raises:
         HubError: If the hub cannot be reached, or does not show that repository.
     """
-    with _hub_errors(repo):
+    with hub_errors(repo):
         from huggingface_hub import HfApi
 
         info = HfApi(endpoint=endpoint()).model_info(
@@ -140,7 +140,7 @@ def download(
     if not files:
         raise HubError(f"{repository.repo}: has no file like {', '.join(SAFE_PATTERNS)}")
     check_disk(repository, files)
-    with _hub_errors(repository.repo), _watched(repository, files, progress):
+    with hub_errors(repository.repo), _watched(repository, files, progress):
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
@@ -260,7 +260,7 @@ def _read_range(repository: Repository, name: str, begin: int, end: int) -> byte
     """Bytes ``begin`` to ``end`` of a file, and no more even if the server sends it all."""
     if end <= begin:
         return b""
-    with _hub_errors(repository.repo):
+    with hub_errors(repository.repo):
         from huggingface_hub import get_session, hf_hub_url, hf_raise_for_status
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
@@ -284,9 +284,9 @@ def _read_range(repository: Repository, name: str, begin: int, end: int) -> byte
 
 
 @contextmanager
-def _hub_errors(repo: str) -> Iterator[None]:
+def hub_errors(repo: str, kind: str = "model") -> Iterator[None]:
     """Say in one line what the hub refused, and what to do."""
-    local = "or give a folder with the model's files instead of a name"
+    local = f"or give a folder with the {kind}'s files instead of a name"
     if is_offline():
         raise HubError(
             f"{repo} is not in the cache at {cache_folder()}, and HF_HUB_OFFLINE is set; "
@@ -302,7 +302,7 @@ def _hub_errors(repo: str) -> Iterator[None]:
         ) from None
     except errors.RepositoryNotFoundError:
         raise HubError(
-            f"{endpoint()} has no model {repo}, or it is private; check the name, set HF_TOKEN, "
+            f"{endpoint()} has no {kind} {repo}, or it is private; check the name, set HF_TOKEN, "
             f"{local}"
         ) from None
     except (errors.RevisionNotFoundError, errors.EntryNotFoundError) as error:

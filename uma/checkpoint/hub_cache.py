@@ -22,13 +22,16 @@ def cache_folder() -> Path:
     return Path(os.path.expandvars(os.path.expanduser(folder)))
 
 
-def repository_folder(repo: str) -> Path:
-    return cache_folder() / f"models--{repo.replace('/', '--')}"
+def repository_folder(repo: str, kind: str = "models") -> Path:
+    """Where a repository of a ``kind``, such as ``datasets``, is kept."""
+    return cache_folder() / f"{kind}--{repo.replace('/', '--')}"
 
 
-def cached_snapshot(repo: str, revision: str = DEFAULT_REVISION) -> Path | None:
+def cached_snapshot(
+    repo: str, revision: str = DEFAULT_REVISION, kind: str = "models"
+) -> Path | None:
     """The folder of ``repo`` in the hub's cache, or None; files of it may still be missing."""
-    folder = repository_folder(repo)
+    folder = repository_folder(repo, kind)
     try:
         commit = (folder / "refs" / revision).read_text("ascii").strip()
     except (OSError, ValueError):

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 
 from uma.catalog import (
     TUNING,
@@ -131,11 +132,20 @@ def _resolve_repository(name: str, bits: int | None, mode: str | None) -> Resolu
 
 def _known_repository(hf_id: str, bits: int | None, mode: str | None) -> Repository | None:
     """A repository of that model with those bits; affine before other modes if none was asked."""
-    rows = [row for row in repositories() if row.hf_id == hf_id and row.bits == bits]
+    rows = [row for row in _repositories_of().get(hf_id, ()) if row.bits == bits]
     wanted = [row for row in rows if row.mode == (mode or "affine")]
     return next(iter(wanted or (rows if mode is None else [])), None)
 
 
+@cache
+def _repositories_of() -> dict[str | None, list[Repository]]:
+    found: dict[str | None, list[Repository]] = {}
+    for row in repositories():
+        found.setdefault(row.hf_id, []).append(row)
+    return found
+
+
+@cache
 def _find(name: str) -> tuple[str, str | None]:
     """The hub id that an alias means, and the format at its end.
 

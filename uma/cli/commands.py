@@ -9,6 +9,7 @@ COMMANDS = {
     "run": ("uma.cli.run", "Answer a prompt, a pipe or a chat inside a memory budget."),
     "estimate": ("uma.cli.estimate", "Predict a model's memory, term by term."),
     "compare": ("uma.cli.compare", "Compare Macs and graphics cards for a model."),
+    "report": ("uma.cli.report", "Show what a machine can hold and how fast, as a document."),
     "bench": ("uma.cli.bench", "Time a model, and hold its memory against the prediction."),
     "lora": ("uma.cli.lora", "Fine-tune a model, and check the data for it."),
     "convert": ("uma.cli.convert", "Write a model as an MLX folder, in little memory."),

@@ -46,7 +46,7 @@ def convert(
     name = chosen_model(context, model_argument, model)
     if name is None or output is None:
         raise UsageError("give a model and a folder: uma convert model.gguf -o ./model-mlx")
-    _require_new(output)
+    require_new(output)
     # ``force``: converting takes little memory, whatever running the result would take.
     chosen = RunOptions(
         model=name,
@@ -71,7 +71,7 @@ def convert(
             print(f"note: {note}")
 
 
-def _require_new(output: Path) -> None:
+def require_new(output: Path) -> None:
     """Refuse a folder that exists or cannot, before anything is downloaded."""
     try:
         output.lstat()

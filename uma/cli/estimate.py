@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from uma.cli import options as opt
-from uma.cli import training as tr
+from uma.cli import training_options as tr
 from uma.cli.options import RunOptions, chosen_model, size_option
 from uma.workload import (
     DEFAULT_KV_GROUP_SIZE,
@@ -107,9 +107,21 @@ def estimate(
     loss: tr.Loss = "naive",
     attention: tr.TrainAttention = None,
     mem_kind: tr.MemKind = None,
+    precision: tr.Precision = "16-bit",
+    trainer: tr.TrainerOption = "mlx_lm",
+    data: tr.Data = None,
+    tokenizer: tr.Tokenizer = None,
+    packing: tr.Packing = False,
+    largest_model: tr.LargestModel = False,
     devices: tr.Devices = 1,
     zero_stage: tr.ZeroStage = 0,
+    fsdp: tr.Fsdp = None,
+    shard_group: tr.ShardGroup = None,
+    tensor: tr.Tensor = 1,
+    pipeline: tr.Pipeline = 1,
+    sequence: tr.Sequence = 1,
     offload_optimizer: tr.OffloadOptimizer = None,
+    offload_parameters: tr.OffloadParameters = None,
     machine: Annotated[
         str | None,
         typer.Option(help="Machine by name, such as mac-studio-m3-ultra-512 or 2xh100."),
@@ -188,7 +200,9 @@ def _estimate(
     trained = tr.options_asked(context)
     machine = asked.machine_asked(engine, named, macos, sizes)
     if trained is not None:
-        return tr.training(chosen, trained, engine, machine)
+        from uma.cli.training import training
+
+        return training(chosen, trained, engine, machine)
     asked.check_options(context, machine, chosen, sizes)
     given = [name for name in asked.OWN_OPTIONS if opt.given(context, name)]
     engine = asked.engine_asked(engine, machine, given)

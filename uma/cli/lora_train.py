@@ -1,277 +1,178 @@
-"""``uma lora train``: from its options to a trained adapter and a report."""
+"""``uma lora train``: its options, and whether to plan, to train, or to watch a child train."""
 
-import json as json_module
-import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from uma.cli.progress import say
-from uma.units import format_gib
-
-if TYPE_CHECKING:
-    from uma.dataset.check import Split
-    from uma.dataset.examples import Example, Overlong
-    from uma.runtime.load import LoadedModel
-    from uma.runtime.lora.adapter import Method
-    from uma.runtime.lora.run import Recipe, Result
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The options of ``uma lora train``, under their own names."""
-
-    model: str | None
-    data: Path
-    adapter_path: Path
-    fine_tune_type: "Method"
-    num_layers: int
-    rank: int
-    scale: float
-    dropout: float
-    keys: list[str] | None
-    iters: int
-    epochs: int | None
-    batch_size: int
-    grad_accumulation_steps: int
-    max_seq_length: int
-    overlong: "Overlong"
-    mask_prompt: bool
-    packing: bool
-    optimizer: str
-    learning_rate: float
-    warmup: int
-    cosine: bool
-    max_grad_norm: float | None
-    seed: int
-    steps_per_report: int
-    steps_per_eval: int
-    val_batches: int
-    save_every: int
-    resume: bool
-    dequantize: str
-    progress: str
-    json: bool
-    yes: bool
-    wait: bool
-    allow_concurrent: bool
+from uma.cli import options as opt
+from uma.cli.lora_asked import Asked
+from uma.cli.lora_options import (
+    BatchSize,
+    Config,
+    Data,
+    LrSchedule,
+    MaskPrompt,
+    MaxSeqLength,
+    OptimizerConfig,
+    Overlong,
+    ProjectName,
+    ReportTo,
+)
+from uma.cli.options import chosen_model
 
 
-def train_command(asked: Asked) -> None:
-    """Check the data, load the model, train, report."""
-    from uma.cli.lora_data import checked, tokenizer_of
-    from uma.dataset.check import findings, require_examples
-    from uma.paths import state_folder
-    from uma.system.lock import heavy_command
-
-    quiet = asked.json or asked.progress == "json"
-    source, encoder = tokenizer_of(asked.model, quiet=quiet, yes=asked.yes)
-    from uma.runtime.lora.run import require_free
-
-    require_free(asked.adapter_path, asked.resume)
-    splits = checked(
-        asked.data,
-        encoder,
-        mask_prompt=asked.mask_prompt,
-        max_seq_length=asked.max_seq_length,
-        overlong=asked.overlong,
-        quiet=quiet,
-    )
-    for name in ("train", "valid"):
-        if name in splits:
-            require_examples(splits[name])
-    for line in findings(splits, asked.batch_size):
-        say(f"note: {line}", quiet)
-    with heavy_command(
-        "uma lora train",
-        state_folder(),
-        wait=asked.wait,
-        allow_concurrent=asked.allow_concurrent,
-        on_wait=lambda holder: say(f"waiting for {holder}", quiet),
-    ):
-        assert source.path is not None
-        loaded = _loaded(asked, source.path, quiet)
-        result, stopped = _trained(asked, loaded, splits)
-    _report(asked, source.name, loaded, result)
-    if stopped:
-        say(f"stopped; continue with the same command and --resume ({asked.adapter_path})", quiet)
-        raise typer.Exit(130)
-
-
-def _loaded(asked: Asked, folder: Path, quiet: bool) -> "LoadedModel":
-    from uma.cli.progress import progress
-    from uma.runtime.backend import backend
-    from uma.runtime.load import load
-
-    wide = asked.dequantize == "always" or (asked.dequantize == "auto" and backend() == "cpu")
-    with progress("loading layers", quiet=quiet) as show:
-        return load(folder, dequantize_to="float32" if wide else None, progress=show)
-
-
-def _trained(
-    asked: Asked, loaded: "LoadedModel", splits: "dict[str, Split]"
-) -> "tuple[Result, bool]":
-    from uma.paths import cache_folder
-    from uma.runtime.blas import prepare_cpu
-    from uma.runtime.lora.run import fine_tune
-
-    train, valid = splits["train"], splits.get("valid")
-    with _stop_signals() as stopped:
-        result = fine_tune(
-            loaded,
-            train.fitted.examples,
-            valid.fitted.examples if valid else (),
-            _recipe(asked, train.fitted.examples),
-            asked.adapter_path,
-            resume=asked.resume,
-            data=_data(asked, splits),
-            blas=prepare_cpu(cache_folder()).name,
-            on_event=_events(asked),
-            stopped=stopped,
-        )
-        return result, stopped()
-
-
-def _recipe(asked: Asked, examples: "Sequence[Example]") -> "Recipe":
-    from uma.runtime.lora.adapter import Adapter
-    from uma.runtime.lora.run import Recipe
-    from uma.runtime.lora.train import Course, units_of
-
-    iters = asked.iters
-    pack_tokens = asked.max_seq_length if asked.packing else None
-    if asked.epochs is not None:
-        rows = len(units_of(examples, pack_tokens))
-        iters = asked.epochs * -(-rows // asked.batch_size)
-    return Recipe(
-        adapter=Adapter(
-            method=asked.fine_tune_type,
-            num_layers=asked.num_layers,
-            rank=asked.rank,
-            scale=asked.scale,
-            dropout=asked.dropout,
-            keys=tuple(asked.keys) if asked.keys else None,
+def train(
+    context: typer.Context,
+    model_argument: opt.Model = None,
+    data: Data = None,
+    model: opt.ModelOption = None,
+    config: Config = None,
+    adapter_path: Annotated[
+        Path, typer.Option(help="Folder of the run: adapter, checkpoints, log.")
+    ] = Path("adapters"),
+    fine_tune_type: Annotated[
+        Literal["lora", "dora", "full"], typer.Option(help="What to train.")
+    ] = "lora",
+    num_layers: Annotated[
+        int, typer.Option(min=-1, help="Layers to train, from the last; -1 for all.")
+    ] = 16,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the two factors.")] = 8,
+    scale: Annotated[
+        float, typer.Option(help="Factor on their product (alpha / rank elsewhere).")
+    ] = 20.0,
+    dropout: Annotated[float, typer.Option(min=0, max=0.99, help="Of the adapter's input.")] = 0.0,
+    keys: Annotated[
+        list[str] | None,
+        typer.Option(help="Modules of a layer, such as self_attn.q_proj; repeatable. [all]"),
+    ] = None,
+    iters: Annotated[int, typer.Option(min=1, help="Batches to train on.")] = 1000,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Times through the data, instead of --iters.")
+    ] = None,
+    batch_size: BatchSize = 4,
+    grad_accumulation_steps: Annotated[int, typer.Option(min=1, help="Batches an update.")] = 1,
+    max_seq_length: MaxSeqLength = 2048,
+    overlong: Overlong = "truncate",
+    mask_prompt: MaskPrompt = False,
+    packing: Annotated[
+        bool, typer.Option("--packing", help="Fill rows with several examples, each by itself.")
+    ] = False,
+    optimizer: Annotated[
+        str, typer.Option(help="adam, adamw, adamw8bit, adafactor, lion, muon, sgd.")
+    ] = "adam",
+    learning_rate: Annotated[float, typer.Option(min=0, help="Its highest value.")] = 1e-5,
+    warmup: Annotated[int, typer.Option(min=0, help="Updates until it is reached.")] = 0,
+    cosine: Annotated[bool, typer.Option("--cosine", help="Let it fall to 0 at the end.")] = False,
+    lr_schedule: LrSchedule = None,
+    optimizer_config: OptimizerConfig = None,
+    max_grad_norm: Annotated[
+        float | None, typer.Option(min=0, help="Bound on the norm of the gradients.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything random.")] = 0,
+    steps_per_report: Annotated[int, typer.Option(min=1, help="Batches a line.")] = 10,
+    steps_per_eval: Annotated[int, typer.Option(min=1, help="Batches a validation.")] = 200,
+    val_batches: Annotated[
+        int, typer.Option(min=-1, help="Batches of a validation; -1 for all.")
+    ] = 25,
+    patience: Annotated[
+        int | None,
+        typer.Option(min=1, help="End after so many validations without a new lowest loss."),
+    ] = None,
+    save_every: Annotated[int, typer.Option(min=1, help="Batches a checkpoint.")] = 100,
+    keep: Annotated[int, typer.Option(min=1, help="Newest checkpoints that stay.")] = 2,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --adapter-path.")
+    ] = False,
+    auto_resume: Annotated[
+        bool,
+        typer.Option("--auto-resume", help="If memory ends it, go on with a smaller micro-batch."),
+    ] = False,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE|auto",
+            help="Memory to stay within, such as 24GiB: batches are cut until they do. "
+            "auto: what this machine leaves.",
         ),
-        course=Course(
-            iters=iters,
-            batch_size=asked.batch_size,
-            grad_accumulation_steps=asked.grad_accumulation_steps,
-            seed=asked.seed,
-            max_grad_norm=asked.max_grad_norm,
-            pack_tokens=pack_tokens,
-            steps_per_report=asked.steps_per_report,
-            steps_per_eval=asked.steps_per_eval,
-            val_batches=asked.val_batches,
-            save_every=asked.save_every,
+    ] = None,
+    reserve: opt.Reserve = None,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Longest rows that go through the model at once. [default: the batch]"
         ),
-        optimizer=asked.optimizer,
-        learning_rate=asked.learning_rate,
-        warmup=asked.warmup,
-        cosine=asked.cosine,
+    ] = None,
+    no_wire: opt.NoWire = False,
+    dequantize: opt.Dequantize = "auto",
+    force: opt.Force = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and the hours; load no weights.")
+    ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Go on without this terminal; see uma lora status.")
+    ] = False,
+    allow_sleep: Annotated[
+        bool, typer.Option("--allow-sleep", help="Do not keep the Mac awake.")
+    ] = False,
+    report_to: ReportTo = None,
+    project_name: ProjectName = None,
+    progress: Annotated[
+        Literal["text", "json"], typer.Option(help="What goes to stderr meanwhile.")
+    ] = "text",
+    json: opt.Json = False,
+    yes: opt.Yes = False,
+    no_record: opt.NoRecord = False,
+    wait: opt.Wait = False,
+    allow_concurrent: opt.AllowConcurrent = False,
+) -> None:
+    """Fine-tune a model; the adapter loads in mlx_lm and in uma run --adapter-path.
+
+    The plan comes first: the batch that needs most memory, against the budget. Ctrl-C saves a
+    checkpoint and leaves; --resume goes on from there, bit for bit on a CPU. An existing run is
+    never written over. Training runs in a process of its own: if the system ends it, this one says
+    why, what is left, and how to go on.
+
+    \b
+    Examples:
+      uma lora train --data ./data --iters 200
+      uma lora train llama-3-8b --data ./data --mask-prompt --epochs 3 --adapter-path ./run1
+      uma lora train llama-3-8b --data ./data --epochs 3 --adapter-path ./run1 --resume
+      uma lora train llama-3-8b --data ./data --budget 24GiB --dry-run
+    """
+    given = locals()
+    from uma.cli.lora_config import check_optimizer
+    from uma.cli.lora_data import data_folder
+
+    options = {name: given[name] for name in Asked.__dataclass_fields__}
+    name = chosen_model(context, model_argument, model)
+    asked = Asked(**options | {"model": name, "data": data_folder(data, quiet=json)})
+    opt.require_numbers(
+        scale=asked.scale, learning_rate=asked.learning_rate, max_grad_norm=asked.max_grad_norm
     )
+    check_optimizer(asked.optimizer, asked.lr_schedule, asked.optimizer_config, asked.report_to)
+    raise typer.Exit(_dispatch(asked))
 
 
-def _data(asked: Asked, splits: "dict[str, Split]") -> dict[str, Any]:
-    import hashlib
+def _dispatch(asked: Asked) -> int:
+    from uma.runtime.lora.supervise import PARENT
 
-    return {
-        "train_data": hashlib.sha256(splits["train"].path.read_bytes()).hexdigest()[:16],
-        "max_seq_length": asked.max_seq_length,
-        "mask_prompt": asked.mask_prompt,
-        "overlong": asked.overlong,
-    }
+    if asked.dry_run:
+        from uma.cli.lora_plan import print_plan
 
+        return print_plan(asked)
+    if PARENT in os.environ:
+        from uma.cli.lora_work import work
 
-def _events(asked: Asked) -> Callable[[dict[str, Any]], None]:
-    if asked.progress == "json":
-        return lambda event: print(json_module.dumps(event), file=sys.stderr, flush=True)
-    return lambda event: say(_line(event), asked.json)
+        return work(asked, int(os.environ[PARENT]))
+    from uma.cli.lora_supervise import detach, supervise
 
-
-def _line(event: dict[str, Any]) -> str:
-    at = f"iteration {event['iteration']:,}"
-    if event["event"] == "validation":
-        return f"{at}: validation loss {event['val_loss']:.3f}"
-    if event["event"] == "checkpoint":
-        return f"{at}: saved"
-    return (
-        f"{at}: loss {event['train_loss']:.3f}, {event['tokens_per_s']:,.0f} tokens/s, "
-        f"peak {format_gib(event['peak_memory_bytes'])}"
-    )
+    return detach(asked) if asked.detach else supervise(asked)
 
 
-@contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C, SIGTERM and SIGHUP ask for a checkpoint and an end; a second one ends at once."""
-    seen: list[int] = []
+def defaults() -> dict[str, Any]:
+    """The default of every option."""
+    import inspect
 
-    def handler(number: int, _: object) -> None:
-        if seen:
-            raise KeyboardInterrupt
-        seen.append(number)
-        say("saving after this step; once more to leave at once")
-
-    wanted = [signal.SIGINT, signal.SIGTERM, *filter(None, [getattr(signal, "SIGHUP", None)])]
-    former = {number: signal.signal(number, handler) for number in wanted}
-    try:
-        yield lambda: bool(seen)
-    finally:
-        for number, before in former.items():
-            signal.signal(number, before)
-
-
-def _report(asked: Asked, name: str, loaded: "LoadedModel", result: "Result") -> None:
-    if asked.json:
-        print(json_module.dumps(_document(asked, name, loaded, result), indent=2))
-        return
-    for note in result.notes:
-        print(f"note: {note}")
-    done = result.progress
-    parts = [
-        f"{asked.adapter_path}: {done.iteration:,} iterations",
-        f"{result.trainable_parameters:,} trained parameters",
-    ]
-    if done.train_loss is not None:
-        parts.append(f"loss {done.train_loss:.3f}")
-    if done.val_loss is not None:
-        parts.append(f"validation loss {done.val_loss:.3f}")
-    above = result.peak_memory_bytes - result.resting_bytes
-    parts.append(
-        f"peak {format_gib(result.peak_memory_bytes)}, {format_gib(above)} above the model"
-    )
-    print(", ".join(parts))
-
-
-def _document(asked: Asked, name: str, loaded: "LoadedModel", result: "Result") -> dict[str, Any]:
-    from uma.report import SCHEMA_VERSION
-    from uma.runtime.versions import versions
-
-    done = result.progress
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(asked).items()}
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "iters": done.iteration,
-        "train_loss": done.train_loss,
-        "val_loss": done.val_loss,
-        "tokens_per_s": result.tokens_per_s,
-        "s_per_iter": result.s_per_iter,
-        "trained_tokens": done.trained_tokens,
-        "trainable_parameters": result.trainable_parameters,
-        "adapter_path": str(asked.adapter_path),
-        "model": {"name": name, "form": loaded.form, "weights_bytes": loaded.weights_bytes},
-        "settings": settings,
-        "versions": versions(),
-        "ledger": {
-            "terms": [],
-            "predicted_peak_bytes": None,
-            "measured_peak_bytes": result.peak_memory_bytes,
-            "resting_bytes": result.resting_bytes,
-            "verdict": "unknown",
-            "reason": "training is not yet planned before it begins",
-        },
-        "notes": list(result.notes),
-    }
+    return {name: one.default for name, one in inspect.signature(train).parameters.items()}

@@ -1,114 +1,20 @@
 """``uma estimate --train``: the memory of LoRA, DoRA and full fine-tuning."""
 
 import json as json_module
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from uma.cli.options import RunOptions, given
-from uma.errors import DoesNotFit, UsageError
-from uma.workload import (
-    DEFAULT_MAX_SEQ_LENGTH,
-    DEFAULT_NUM_LAYERS,
-    DEFAULT_RANK,
-    DEFAULT_TRAINING_BATCH,
-    Engine,
-    MemoryKind,
-    Sharding,
-    TrainingWorkload,
-)
+from uma.cli.options import RunOptions
+from uma.cli.training_options import TrainOptions, sharding_of, target_names
+from uma.errors import CheckpointError, DataError, DoesNotFit, UsageError
+from uma.workload import DEFAULT_NUM_LAYERS, Engine, MemoryKind, TrainingWorkload
 
 if TYPE_CHECKING:
     from uma.checkpoint.source import ModelSource
+    from uma.dataset.lengths import Lengths
     from uma.machine import Machine
-    from uma.plan.training import TrainingCase
+    from uma.plan.training_case import TrainingCase
 
-Train = Annotated[
-    Literal["lora", "dora", "full"] | None,
-    typer.Option(help="Estimate training instead: adapters of one kind, or all weights."),
-]
-Rank = Annotated[int, typer.Option(min=1, help="train: rank of the adapters.")]
-Targets = Annotated[
-    str | None,
-    typer.Option(help="train: matrices with adapters, such as q_proj,v_proj. [default: all]"),
-]
-NumLayers = Annotated[
-    int | None,
-    typer.Option(help="train: layers from the last; -1 is all. [default: 16 on mlx, else all]"),
-]
-MaxSeqLength = Annotated[int, typer.Option(min=1, help="train: tokens of the longest row.")]
-GradCheckpoint = Annotated[
-    bool, typer.Option("--grad-checkpoint", help="train: keep the layers' inputs alone.")
-]
-CheckpointEvery = Annotated[
-    int, typer.Option(min=0, help="train: layers between saved inputs, with --grad-checkpoint.")
-]
-Accumulation = Annotated[
-    int, typer.Option(min=1, help="train: batches whose gradients are summed.")
-]
-Optimizer = Annotated[str, typer.Option(help="train: adam, adamw-8bit, paged-adamw, sgd, ...")]
-Loss = Annotated[
-    Literal["naive", "fused", "sliced"], typer.Option(help="train: how the loss is computed.")
-]
-TrainAttention = Annotated[
-    Literal["fused", "materialised"] | None,
-    typer.Option("--attention", help="train: one kernel, or all pairs of tokens."),
-]
-MemKind = Annotated[
-    Literal["allocated", "reserved", "device"] | None,
-    typer.Option(
-        help="train: what torch allocates, holds, or what the device shows. "
-        "[default: device with PyTorch, allocated with MLX]"
-    ),
-]
-Devices = Annotated[int, typer.Option("--devices", min=1, help="train: devices to spread over.")]
-ZeroStage = Annotated[int, typer.Option(min=0, max=3, help="train: ZeRO stage; FSDP is 3.")]
-OffloadOptimizer = Annotated[
-    Literal["host", "disk"] | None, typer.Option(help="train: where optimizer states go.")
-]
-
-
-class TrainOptions(NamedTuple):
-    """The options of ``uma estimate --train``, by their names."""
-
-    train: Literal["lora", "dora", "full"]
-    rank: int = DEFAULT_RANK
-    targets: str | None = None
-    num_layers: int | None = None
-    max_seq_length: int = DEFAULT_MAX_SEQ_LENGTH
-    grad_checkpoint: bool = False
-    checkpoint_every: int = 1
-    grad_accumulation_steps: int = 1
-    optimizer: str = "adam"
-    loss: Literal["naive", "fused", "sliced"] = "naive"
-    attention: Literal["fused", "materialised"] | None = None
-    mem_kind: Literal["allocated", "reserved", "device"] | None = None
-    devices: int = 1
-    zero_stage: int = 0
-    offload_optimizer: Literal["host", "disk"] | None = None
-    batch_size: int = DEFAULT_TRAINING_BATCH
-
-
-def options_asked(context: typer.Context) -> TrainOptions | None:
-    """The options of training; ``None`` without ``--train``.
-
-    Raises:
-        UsageError: If options of training stand there without it, or tracing with it.
-    """
-    params = context.params
-    names = [name for name in TrainOptions._fields if name not in ("train", "batch_size")]
-    if params["train"] is None:
-        stray = [name for name in names if given(context, name)]
-        if stray:
-            raise UsageError(
-                f"--{stray[0].replace('_', '-')} is an option of training: give --train too"
-            )
-        return None
-    if params["exact"]:
-        raise UsageError("--exact traces a generation, not training; leave one of the two out")
-    batch = params["batch_size"] if given(context, "batch_size") else DEFAULT_TRAINING_BATCH
-    values = {name: params[name] for name in names}
-    return TrainOptions(train=params["train"], batch_size=batch, **values)
+CUDA_FORMATS = ("int8", "nf4", "nf4-double", "gptq", "awq")
 
 
 def training(
@@ -120,12 +26,45 @@ def training(
     from uma.report.training import training_json, training_text
 
     source, case = _case(chosen, asked, engine, machine)
-    found = training_estimate(case)
+    data = None
+    if asked.data is not None:
+        from uma.plan.training_data import with_worst_batch
+
+        case, data = with_worst_batch(case, _lengths(asked, source), packed=asked.packing)
+    found = training_estimate(case, data)
+    largest = None
+    if asked.largest_model:
+        from uma.plan.training_models import largest_model
+
+        largest = largest_model(case)
     if chosen.json:
-        print(json_module.dumps(training_json(found, model_json(source)), indent=2))
+        print(json_module.dumps(training_json(found, model_json(source), largest), indent=2))
     else:
-        print(training_text(found, source.name))
+        print(training_text(found, source.name, largest))
     return DoesNotFit.exit_code if found.ledger.verdict == "exceeds" else 0
+
+
+def _lengths(asked: TrainOptions, source: "ModelSource") -> "Lengths":
+    """The lengths of the rows of ``--data``.
+
+    Raises:
+        CheckpointError: If no tokenizer is on this disk.
+        DataError: If there is no such data.
+    """
+    from uma.dataset.lengths import lengths_of
+    from uma.runtime.file_encoder import FileEncoder
+
+    assert asked.data is not None
+    if not asked.data.exists():
+        raise DataError(f"{asked.data} is no file and no folder; give JSON lines")
+    folder = asked.tokenizer or source.path
+    if folder is None or not folder.is_dir():
+        where = f"{folder} is no folder" if folder else f"no file of {source.name} is on this disk"
+        raise CheckpointError(
+            f"--data counts tokens with the model's tokenizer, and {where}: give a model's folder, "
+            "or --tokenizer with one that has tokenizer.json"
+        )
+    return lengths_of(asked.data, FileEncoder(folder).lengths)
 
 
 def _case(
@@ -148,7 +87,13 @@ def _case(
 
 
 def workload_of(
-    asked: TrainOptions, *, num_layers: int | None, quantized: str, dtype: Any, kind: MemoryKind
+    asked: TrainOptions,
+    machine: "Machine",
+    *,
+    num_layers: int | None,
+    quantized: str,
+    dtype: Any,
+    kind: MemoryKind,
 ) -> TrainingWorkload:
     """The workload that the options describe.
 
@@ -159,7 +104,7 @@ def workload_of(
     return TrainingWorkload(
         method=asked.train,
         rank=asked.rank,
-        targets=tuple(asked.targets.split(",")) if asked.targets else (),
+        targets=target_names(asked.targets),
         num_layers=None if layers == -1 else layers,
         batch_size=asked.batch_size,
         max_seq_length=asked.max_seq_length,
@@ -171,11 +116,7 @@ def workload_of(
         loss=asked.loss,
         attention=asked.attention,
         mem_kind=asked.mem_kind or kind,
-        sharding=Sharding(
-            data=asked.devices,
-            zero_stage=asked.zero_stage,
-            offload_optimizer=asked.offload_optimizer or "",
-        ),
+        sharding=sharding_of(asked, max(1, len(machine.devices))),
     )
 
 
@@ -184,20 +125,41 @@ def _mlx_case(
 ) -> "tuple[ModelSource, TrainingCase]":
     from uma.cli.asked import mlx_asked
     from uma.memory.weights import weight_bytes
-    from uma.plan.training import TrainingCase
+    from uma.plan.training_case import TrainingCase
+    from uma.plan.training_checks import check_mlx_sharding
     from uma.quantization import Quantization
 
+    if asked.precision != "16-bit":
+        raise UsageError("--precision mixed is torch's autocast; MLX trains in the model's type")
+    check_mlx_sharding(sharding_of(asked, 1))
+    if chosen.quant in CUDA_FORMATS:
+        raise UsageError(
+            f"--quant {chosen.quant} is a format of CUDA's libraries; MLX has its own: --bits 4 or "
+            "8, or --quant mxfp4"
+        )
+    if asked.train == "full" and (chosen.bits, chosen.mode, chosen.quant) == (None, None, None):
+        from uma.cli.plan import located
+
+        if located(chosen).path is None:  # a name: its usual 4 bits have no gradients
+            chosen = chosen._replace(bits=16)
     source, case = mlx_asked(chosen, machine)
     best = case.cases[0]
     layers = min(DEFAULT_NUM_LAYERS, len(best.architecture.layers))
     quantized = "" if best.form.quantization is None and case.bits >= 16 else f"{case.bits} bits"
     dtype = "float32" if best.form.activation_bytes == 4 else "bfloat16"
     workload = workload_of(
-        asked, num_layers=layers, quantized=quantized, dtype=dtype, kind="allocated"
+        asked, machine, num_layers=layers, quantized=quantized, dtype=dtype, kind="allocated"
     )
     smaller = None if quantized else weight_bytes(best.architecture, Quantization(4, 64))
     return source, TrainingCase(
-        best.architecture, machine, budget, "mlx", workload, best.form.weights, smaller
+        best.architecture,
+        machine,
+        budget,
+        "mlx",
+        workload,
+        best.form.weights,
+        smaller,
+        trainer=asked.trainer,
     )
 
 
@@ -207,18 +169,43 @@ def _torch_case(
     from uma.architecture import architecture_from_config
     from uma.cli.plan import described, located
     from uma.engines.schemes import scheme_named
+    from uma.engines.torch_model import Settings
     from uma.errors import UnsupportedModel
-    from uma.plan.training import TrainingCase
+    from uma.plan.training_case import TrainingCase
 
+    if asked.trainer == "uma":
+        raise UsageError("--trainer uma is uma lora train, which runs on MLX: give --engine mlx")
     plain = chosen._replace(quant=None, bits=None)
     source = described(plain, located(plain))
     if source.config is None:
         raise UnsupportedModel(f"{source.name}: its configuration is not known")
-    named = chosen.quant or {4: "nf4", 8: "int8", None: "bf16", 16: "bf16"}.get(chosen.bits, "bf16")
+    named = chosen.quant or {4: "nf4", 8: "int8", None: "bf16", 16: "bf16"}.get(chosen.bits)
+    if named is None:
+        raise UsageError(
+            f"--bits {chosen.bits}: torch trains on 4 (nf4), 8 (int8) or 16 bits; other formats "
+            "with --quant"
+        )
     scheme = scheme_named(named)
     quantized = "" if scheme.bits >= 16 else scheme.name
+    mixed = asked.precision == "mixed"
+    if mixed and quantized:
+        raise UsageError(
+            f"--precision mixed keeps float32 weights, which {quantized} ones are not; leave it out"
+        )
     workload = workload_of(
-        asked, num_layers=None, quantized=quantized, dtype="bfloat16", kind="device"
+        asked, machine, num_layers=None, quantized=quantized, dtype="bfloat16", kind="device"
     )
-    architecture = architecture_from_config(source.config)
-    return source, TrainingCase(architecture, machine, budget, "torch", workload)
+    settings = Settings(
+        weight_width=4 if mixed else 0,
+        deepspeed=asked.zero_stage > 0,
+        fsdp_hooks=asked.fsdp is not None,
+        variable_lengths=asked.data is not None and not asked.packing,
+    )
+    return source, TrainingCase(
+        architecture_from_config(source.config),
+        machine,
+        budget,
+        "torch",
+        workload,
+        settings=settings,
+    )

@@ -1,7 +1,7 @@
 """What a data set holds and what training on it would lose: the content of ``uma lora check``."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from uma.dataset.batches import batch_plan, padding_share
@@ -11,6 +11,8 @@ from uma.errors import DataError
 from uma.frozen import dataclass
 
 SPLITS = ("train", "valid", "test")
+ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython", "text"}
+"""Of published chat templates, and of plain text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,13 @@ class Split:
 
     @property
     def roles(self) -> dict[str, int]:
-        total: Counter[str] = Counter()
-        for example in self.examples:
-            total.update(example.roles)
-        return dict(total)
+        """Tokens by role, before anything is cut."""
+        return _summed(example.roles for example in self.examples)
+
+    @property
+    def role_targets(self) -> dict[str, int]:
+        """Of them those to predict."""
+        return _summed(example.role_targets for example in self.examples)
 
     def padding(self, batch_size: int) -> float:
         """Share of padding in batches of like length."""
@@ -46,18 +51,26 @@ class Split:
         return padding_share(lengths, batch_plan(lengths, batch_size, seed=0, epoch=0))
 
 
-def split_files(folder: Path) -> dict[str, Path]:
-    """``train.jsonl`` and, where they exist, ``valid.jsonl`` and ``test.jsonl``.
+def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return dict(total)
+
+
+def split_files(folder: Path, needed: Sequence[str] = ("train",)) -> dict[str, Path]:
+    """``train.jsonl``, ``valid.jsonl`` and ``test.jsonl`` of a folder, those that exist.
 
     Raises:
-        DataError: If the folder or its training file is missing.
+        DataError: If the folder or one of the ``needed`` files is missing.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder; give one that holds train.jsonl")
+        raise DataError(f"{folder} is no folder; give one that holds {needed[0]}.jsonl")
     files = {name: folder / f"{name}.jsonl" for name in SPLITS}
-    if not files["train"].is_file():
-        found = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
-        raise DataError(f"{folder} has no train.jsonl (it holds {found})")
+    for name in needed:
+        if not files[name].is_file():
+            found = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
+            raise DataError(f"{folder} has no {name}.jsonl (it holds {found})")
     return {name: path for name, path in files.items() if path.is_file()}
 
 
@@ -86,12 +99,16 @@ def check_split(
             problems.append(_refused(row, error))
         if progress is not None:
             progress(n, len(found.rows))
+    formats = dict(Counter[str](row.format for row in found.rows))
+    notes = found.notes
+    if mask_prompt and formats.get("text"):
+        notes += (f"{formats['text']} rows of plain text have no prompt and are predicted whole",)
     return Split(
         name,
         path,
-        dict(Counter(row.format for row in found.rows)),
+        formats,
         tuple(sorted(problems, key=lambda p: p.line)),
-        found.notes,
+        notes,
         tuple(examples),
         fit(examples, max_seq_length, overlong),
     )
@@ -147,6 +164,8 @@ def _losses(split: Split) -> list[str]:
             f"{name}: {len(fitted.unsupervised_lines)} rows have nothing to predict and are "
             f"dropped: lines {shown}{more}"
         )
+    if unknown := sorted(split.roles.keys() - ROLES):
+        lines.append(f"{name}: unusual roles: {', '.join(unknown)}; are they spelled right?")
     if lost := sum(e.unsupervised_turns for e in split.examples):
         lines.append(
             f"{name}: {lost} assistant turns are rendered otherwise inside a longer chat, and "

@@ -1,7 +1,8 @@
 """Rows as tokens, each supervised or not."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import field
 from typing import Any, Literal, Protocol
 
 from uma.dataset.rows import Row
@@ -27,8 +28,9 @@ class Encoder(Protocol):
 class Example:
     """The tokens of a row or of a part of it, and which of them are to be predicted.
 
-    ``roles`` counts tokens by role; ``unsupervised_turns`` are assistant turns that the template
-    renders otherwise inside a longer chat, so that they cannot be told apart.
+    ``roles`` counts tokens by role, and ``role_targets`` those that are predicted;
+    ``unsupervised_turns`` are assistant turns that the template renders otherwise inside a longer
+    chat, so that they cannot be told apart.
     """
 
     line: int
@@ -36,6 +38,7 @@ class Example:
     supervised: tuple[bool, ...]
     roles: dict[str, int]
     unsupervised_turns: int = 0
+    role_targets: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def targets(self) -> int:
@@ -52,7 +55,14 @@ def example_of(row: Row, encoder: Encoder, *, mask_prompt: bool) -> Example:
         tokens = encoder.text(row.data["text"])
         if not tokens or tokens[-1] != encoder.eos_token_id:
             tokens = [*tokens, encoder.eos_token_id]
-        return _example(row, tokens, [True] * len(tokens), {"text": len(tokens)})
+        roles = {"text": len(tokens)}
+        return Example(
+            row.line,
+            tuple(tokens),
+            (True,) * len(tokens),
+            roles,
+            role_targets={"text": len(tokens) - 1},
+        )
     if row.format == "completions":
         messages = [
             {"role": "user", "content": row.data["prompt"]},
@@ -70,6 +80,7 @@ def _chat_example(
     tokens = encoder.chat(messages, tools, False)
     supervised = [not mask_prompt] * len(tokens)
     roles: Counter[str] = Counter()
+    targets: Counter[str] = Counter()
     lost = done = 0
     for n, message in enumerate(messages):
         role = message["role"]
@@ -81,15 +92,10 @@ def _chat_example(
         if role == "assistant" and mask_prompt:
             start = _answer_start(tokens, encoder, messages[:n], tools, done)
             supervised[start:end] = [True] * (end - start)
+        targets[role] += sum(supervised[max(1, done) : end])
         done = end
     lost = lost if mask_prompt else 0
-    return _example(row, tokens, supervised, dict(roles), lost)
-
-
-def _example(
-    row: Row, tokens: list[int], supervised: list[bool], roles: dict[str, int], lost: int = 0
-) -> Example:
-    return Example(row.line, tuple(tokens), tuple(supervised), roles, lost)
+    return Example(row.line, tuple(tokens), tuple(supervised), dict(roles), lost, {**targets})
 
 
 def _end(

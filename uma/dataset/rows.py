@@ -115,7 +115,7 @@ def _row(number: int, line: str) -> Row | Problem:
         return Problem(number, 1, "JSON nested too deep, or a number too long")
     if not isinstance(data, dict):
         return Problem(number, 1, f"{type(data).__name__} instead of an object")
-    return _checked(number, data)
+    return _checked(number, data, line)
 
 
 def _not_json(line: str, error: json.JSONDecodeError) -> str:
@@ -124,21 +124,24 @@ def _not_json(line: str, error: json.JSONDecodeError) -> str:
     return f"not JSON: {error.msg[0].lower()}{error.msg[1:]}"
 
 
-def _checked(number: int, data: dict[str, Any]) -> Row | Problem:
-    """The row with its format, decided as mlx-lm decides it, or what is wrong with it."""
+def _checked(number: int, data: dict[str, Any], line: str) -> Row | Problem:
+    """The row with its format, decided as mlx-lm decides it, or what is wrong with it and where."""
     if "prompt" in data and "completion" in data:
         kind: Format = "completions"
-        wrong = _not_text(data, "prompt") or _not_text(data, "completion")
+        wrong = {key: _not_text(data, key) for key in ("prompt", "completion")}
     elif "messages" in data:
         kind = "tools" if data.get("tools") else "chat"
-        wrong = _wrong_messages(data["messages"])
+        wrong = {"messages": _wrong_messages(data["messages"])}
     elif "text" in data:
         kind = "text"
-        wrong = _not_text(data, "text")
+        wrong = {"text": _not_text(data, "text")}
     else:
         keys = ", ".join(map(repr, data)) or "none"
         return Problem(number, 1, f"no known format; its keys are {keys}")
-    return Problem(number, 1, wrong) if wrong else Row(number, kind, data)
+    for key, text in wrong.items():
+        if text is not None:
+            return Problem(number, max(0, line.find(f'"{key}"')) + 1, text)
+    return Row(number, kind, data)
 
 
 def _not_text(data: dict[str, Any], key: str) -> str | None:

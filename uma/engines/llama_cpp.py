@@ -4,7 +4,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from uma.architecture.layers import Architecture, LatentAttention, Recurrent
-from uma.engines.llama_cpp_buffers import MicroBatch, compute_bytes, host_compute_bytes
+from uma.engines.llama_cpp_buffers import (
+    MicroBatch,
+    compute_bytes,
+    device_compute_bytes,
+    host_compute_bytes,
+)
 from uma.engines.llama_cpp_cache import attentions, cache_type, cells, kv_cache_bytes, state_bytes
 from uma.engines.llama_cpp_weights import device_weight_bytes, formats, mix_named, weight_bytes
 from uma.errors import UsageError
@@ -131,6 +136,13 @@ def device_terms(
     )
     source = "the device's buffers, by shape"
     return tuple(MemoryTerm(name, size, basis, source) for name, size, basis in sizes if size)
+
+
+def device_compute(
+    architecture: Architecture, workload: Inference, settings: LlamaCpp
+) -> list[int]:
+    """Bytes of the compute buffer of each of ``num_devices`` devices."""
+    return device_compute_bytes(architecture, _reserved(architecture, workload, settings)[1])
 
 
 def notes(architecture: Architecture) -> tuple[str, ...]:

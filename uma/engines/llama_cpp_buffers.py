@@ -71,26 +71,54 @@ class _Inputs:
 
 
 def compute_bytes(architecture: Architecture, batch: MicroBatch) -> int:
-    """Bytes of the compute buffers of the devices that run the layers; the last has the head."""
-    others = batch.num_devices - 1
-    size = _device_bytes(architecture, batch, has_head=True)
-    return size + (others * _device_bytes(architecture, batch, has_head=False) if others else 0)
+    """Bytes of the compute buffers of the devices that run the layers."""
+    return sum(device_compute_bytes(architecture, batch))
 
 
-def _device_bytes(architecture: Architecture, batch: MicroBatch, has_head: bool) -> int:
+def device_compute_bytes(architecture: Architecture, batch: MicroBatch) -> list[int]:
+    """The same by device: the first has the embeddings, the last has the head."""
+    if batch.num_devices == 1:
+        return [_device_bytes(architecture, batch, is_first=True, has_head=True)]
+    first = _device_bytes(architecture, batch, is_first=True, has_head=False)
+    others = batch.num_devices - 2
+    middle = _device_bytes(architecture, batch, is_first=False, has_head=False) if others else 0
+    last = _device_bytes(architecture, batch, is_first=False, has_head=True)
+    return [first, *[middle] * others, last]
+
+
+def _device_bytes(
+    architecture: Architecture, batch: MicroBatch, *, is_first: bool, has_head: bool
+) -> int:
     graph = Graph()
     stream, inputs = _inputs(graph, architecture, batch)
-    if batch.num_devices > 1:
-        shared = [node.size for node in graph.nodes if node.is_input]
-        for size in shared * (PIPELINE_COPIES - 1):
-            graph.input(size)
+    kept = _pipelined(graph, architecture, batch, is_first) if batch.num_devices > 1 else []
     layers = _representative(architecture.layers)
     for index, layer in enumerate(layers, start=1):
         outputs = inputs.outputs if index == len(layers) else None
         stream = _layer(graph, architecture, layer, batch, stream, inputs, outputs)
     if has_head:
         graph.op(batch.rows(architecture.vocab_size), graph.inplace(stream))
+    graph.op(0, *kept)
     return buffer_bytes(graph)
+
+
+def _pipelined(
+    graph: Graph, architecture: Architecture, batch: MicroBatch, is_first: bool
+) -> list[int]:
+    """The copies of all that comes from elsewhere, of which nothing is written over.
+
+    The first device gets the embeddings in both forms and their sum; the others the stream and its
+    norm, for one of the reserved graphs leaves the norm to the device before (b11434,
+    ``ggml-backend.cpp``, ``ggml_backend_sched_split_graph``; ``llama-context.cpp``,
+    ``graph_get_cb``).
+    """
+    hidden = batch.rows(architecture.hidden_size)
+    inputs = [index for index, node in enumerate(graph.nodes) if node.is_input]
+    sizes = [graph.nodes[index].size for index in inputs]
+    copies = sizes * (PIPELINE_COPIES - 1) + [hidden] * PIPELINE_COPIES * (2 if is_first else 1)
+    for size in copies:
+        graph.input(size)
+    return [*inputs, graph.op(hidden)] if is_first else inputs
 
 
 def _representative(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:

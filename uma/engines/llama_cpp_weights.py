@@ -19,6 +19,7 @@ from uma.architecture.layers import (
     LatentAttention,
     Parameter,
 )
+from uma.architecture.remembered import remembered
 from uma.errors import UnknownName
 from uma.quantization import GGUF_TYPES, gguf_bytes
 
@@ -201,26 +202,27 @@ def device_weight_bytes(architecture: Architecture, quant: str) -> int:
 
     A tied head is loaded a second time, for the device (``TENSOR_DUPLICATED``).
     """
-    sizes = list(tensor_bytes(architecture, quant))
+    sizes = tensor_bytes(architecture, quant)
     size = sum(size for tensor, size in sizes if tensor.role != "token_embd")
     if architecture.tie_word_embeddings:
         size += next((size for tensor, size in sizes if tensor.role == "token_embd"), 0)
     return size
 
 
-def tensor_bytes(architecture: Architecture, quant: str) -> Iterator[tuple[Tensor, int]]:
+@remembered
+def tensor_bytes(architecture: Architecture, quant: str) -> list[tuple[Tensor, int]]:
     """Every tensor and its bytes in the mix ``quant``."""
-    for tensor, gguf_type in tensor_types(architecture, quant):
-        yield tensor, gguf_bytes(gguf_type, tensor.shape)
+    types = tensor_types(architecture, quant)
+    return [(tensor, gguf_bytes(gguf_type, tensor.shape)) for tensor, gguf_type in types]
 
 
-def tensor_types(architecture: Architecture, quant: str) -> Iterator[tuple[Tensor, str]]:
+@remembered
+def tensor_types(architecture: Architecture, quant: str) -> list[tuple[Tensor, str]]:
     """Every tensor and the GGUF type that the mix ``quant`` gives it."""
     mix = mix_named(quant)
     found = list(tensors(architecture))
     traits, seen = _traits(architecture, found), Counter[str]()
-    for tensor in found:
-        yield tensor, _tensor_type(tensor, mix, traits, seen)
+    return [(tensor, _tensor_type(tensor, mix, traits, seen)) for tensor in found]
 
 
 def _traits(architecture: Architecture, found: list[Tensor]) -> _Traits:

@@ -13,7 +13,7 @@ from uma.architecture.layers import (
     Layer,
     Recurrent,
 )
-from uma.engines.mlx_phases import STEPS_IN_FLIGHT, Generation, Moment, chunks
+from uma.engines.mlx_phases import STEPS_IN_FLIGHT, Generation, Moment, Shared, chunks
 from uma.engines.mlx_within import decode_within, prefill_within
 from uma.memory.activations import (
     FLOAT32,
@@ -48,13 +48,15 @@ def inference_terms(
     backend: Backend = "metal",
     activation_bytes: int = 2,
     known: Known | None = None,
+    shared: Shared | None = None,
 ) -> tuple[MemoryTerm, ...]:
     """Every term of one generation, by phase; their sum in a phase is its predicted peak.
 
     ``activation_bytes`` is 4 where the weights were made float32. On the CPU backend evaluation
     stays at these sizes only under a memory limit (``largest_output_bytes``); without one it runs
     ahead of them. ``known`` keeps what was worked out for other workloads of the same model in the
-    same form. MLX's pool of freed buffers is not among them: its size is a choice of the plan.
+    same form, and ``shared`` what holds for every form of it with activations as wide. MLX's pool
+    of freed buffers is not among them: its size is a choice of the plan.
     """
     run = Generation(
         architecture,
@@ -63,6 +65,7 @@ def inference_terms(
         backend,
         activation_bytes,
         {} if known is None else known,
+        {} if shared is None else shared,
     )
     source = METAL_SOURCE if backend == "metal" else CPU_SOURCE
     terms = [weights]
@@ -139,6 +142,12 @@ def _draft_cache(phase: Phase, size_bytes: int) -> MemoryTerm:
     return MemoryTerm("draft_kv_cache", size_bytes, "exact", "cache.py, by shape", phase)
 
 
+def largest_matrix_bytes(architecture: Architecture, weights: MemoryTerm) -> int:
+    """The largest single array of the weights, taken as all in the same bits."""
+    largest = architecture.largest_parameter
+    return largest * weights.size_bytes // max(1, architecture.num_parameters)
+
+
 def largest_buffer_bytes(
     architecture: Architecture,
     weights: MemoryTerm,
@@ -148,12 +157,10 @@ def largest_buffer_bytes(
     activation_bytes: int = 2,
 ) -> int:
     """The largest single array: a matrix of the weights, or what a run computes."""
-    largest = architecture.largest_parameter
-    matrix = largest * weights.size_bytes // max(1, architecture.num_parameters)
     output = largest_output_bytes(
         architecture, weights, workload, backend=backend, activation_bytes=activation_bytes
     )
-    return max(matrix, output)
+    return max(largest_matrix_bytes(architecture, weights), output)
 
 
 def largest_output_bytes(

@@ -6,9 +6,10 @@ steps in flight.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any, TypeVar, cast
 
 from uma.architecture.layers import Architecture, Layer, Recurrent
 from uma.engines.mlx_cache import EXPANDED, OWN_ATTENTION, layer_caches
@@ -20,6 +21,11 @@ from uma.workload import Backend, Inference
 
 LONG_STEP = 512  # the chunks of shorter ones hold too little to tell apart
 STEPS_IN_FLIGHT = 2  # generate_step runs one token ahead of the one it yields
+
+
+T = TypeVar("T")
+Shared = dict[Any, Any]
+"""What holds for all formats of one model whose activations are as wide, by its own keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,8 @@ class Moment:
 class Generation:
     """A model as it is held, and what is asked of it.
 
-    ``known`` are moments of prompts that were worked out, of the same model in the same form.
+    ``known`` are moments of prompts that were worked out, of the same model in the same form;
+    ``shared`` is what of them does not depend on that form.
     """
 
     architecture: Architecture
@@ -47,6 +54,12 @@ class Generation:
     backend: Backend
     activation_bytes: int
     known: dict[tuple[str, Inference], "Moment"] = field(default_factory=dict)
+    shared: Shared = field(default_factory=dict)
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        if key not in self.shared:
+            self.shared[key] = make()
+        return cast(T, self.shared[key])
 
     @cached_property
     def weight_elements(self) -> float:
@@ -73,6 +86,10 @@ class Generation:
     @cached_property
     def cache_groups(self) -> dict[tuple[TokenCache, ...], list[int]]:
         """Layers by the caches that they hold: most models have one or two kinds."""
+        workload = self.workload
+        return self.once((workload.kv_bits, workload.kv_group_size), self._cache_groups)
+
+    def _cache_groups(self) -> dict[tuple[TokenCache, ...], list[int]]:
         groups: dict[tuple[TokenCache, ...], list[int]] = {}
         for layer, caches in self.caches.items():
             groups.setdefault(caches, []).append(layer)
@@ -92,6 +109,16 @@ class Generation:
         return tuple(enumerate(self.architecture.kinds))
 
     @cached_property
+    def firsts(self) -> tuple[int, ...]:
+        """For every layer the first of its kind that has the same caches."""
+        first: dict[object, int] = {}
+        caches = self.caches
+        return tuple(
+            first.setdefault((id(layer), caches.get(index)), index)
+            for index, layer in enumerate(self.architecture.kinds)
+        )
+
+    @cached_property
     def kinds(self) -> tuple[tuple[Layer, int], ...]:
         """Each kind of layer, and how many there are."""
         layers = {id(layer): layer for layer in self.architecture.kinds}
@@ -109,6 +136,12 @@ class Generation:
         if any(isinstance(mixer, Recurrent) for mixer in end[1].mixers):
             before.append((last, replace(end[1], feed_forward=())))
         return tuple(before)
+
+    def tape(self, layer: Layer, call: Call, grown_bytes: int) -> LayerTape:
+        """The operations of a layer on Metal, told of its weights by their number."""
+        made = partial(layer_tape, layer, self.architecture.hidden_size, call, 1.0, grown_bytes)
+        # By the layer's identity, which lasts as long as the layer: it is kept beside them.
+        return self.once((id(layer), call, grown_bytes), lambda: (layer, made()))[1]
 
     def slot_bytes(self, cache: TokenCache) -> int:
         return self.workload.batch_size * cache.slot_bytes(self.activation_bytes)
@@ -167,11 +200,16 @@ def prefill(
     The caches are the largest that stand after a chunk, and the temporaries what the chunk that
     needs most holds above them: that may be another one, where sliding caches shrink.
     """
-    traces = _traces(generation, workload)
-    moments = [
-        _chunk(generation, traces, index, generation.call(tokens, cached))
-        for index, tokens, cached in ends or chunks(workload)
-    ]
+
+    def steps() -> list[_Step]:
+        traces = _traces(generation, workload)
+        return [
+            _chunk(generation, traces, index, generation.call(tokens, cached))
+            for index, tokens, cached in ends or chunks(workload)
+        ]
+
+    found = generation.once((workload, *ends), steps)
+    moments = [_moment(generation, step) for step in found]
     most = max(moments, key=lambda moment: moment.total)
     cache = max(moment.cache_bytes for moment in moments)
     activations = most.total - cache - most.transient.attention
@@ -182,8 +220,12 @@ def prefill(
 
 def prefill_cache_bytes(generation: Generation, workload: Inference) -> int:
     """The largest caches that stand after a chunk."""
-    traces = _traces(generation, workload)
-    return max((_after(generation, traces, index) for index, *_ in chunks(workload)), default=0)
+
+    def largest() -> int:
+        traces = _traces(generation, workload)
+        return max((_after(generation, traces, index) for index, *_ in chunks(workload)), default=0)
+
+    return generation.once(("prefill caches", workload), largest)
 
 
 def _traces(generation: Generation, workload: Inference) -> dict[TokenCache, dict[int, Slots]]:
@@ -202,9 +244,26 @@ def _after(generation: Generation, traces: dict[TokenCache, dict[int, Slots]], i
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Caches after a call, what is held beside it, and what it runs: on Metal the operations."""
+
+    cache_bytes: int
+    held_bytes: int
+    runs: Transient | tuple[list[LayerTape], int]
+
+
+def _moment(generation: Generation, step: _Step) -> Moment:
+    runs = step.runs
+    transient = (
+        runs if isinstance(runs, Transient) else run_ahead(*runs, generation.weight_elements)
+    )
+    return Moment(step.cache_bytes, transient + Transient(step.held_bytes))
+
+
 def _chunk(
     generation: Generation, traces: dict[TokenCache, dict[int, Slots]], index: int, call: Call
-) -> Moment:
+) -> _Step:
     grown: dict[int, int] = {}
     for caches, layers in generation.cache_groups.items():
         if index and any(traces[c][index].slots != traces[c][index - 1].slots for c in caches):
@@ -213,8 +272,8 @@ def _chunk(
     held = sum(count * held_bytes(layer, call) for layer, count in generation.kinds)
     if index == 0:
         held += _unquantized(generation, traces)
-    transient = _transient(generation, generation.evaluated, grown, call)
-    return Moment(_after(generation, traces, index), transient + Transient(held))
+    runs = _runs(generation, generation.evaluated, grown, call)
+    return _Step(_after(generation, traces, index), held, runs)
 
 
 def _unquantized(generation: Generation, traces: dict[TokenCache, dict[int, Slots]]) -> int:
@@ -234,29 +293,38 @@ def decode(generation: Generation, workload: Inference) -> Moment:
 
     Sliding layers start with what a chunk of the prompt left, and shrink with the first token.
     """
+    step = generation.once(("decode", workload), lambda: _token(generation, workload))
+    return _moment(generation, step)
+
+
+def _token(generation: Generation, workload: Inference) -> _Step:
     call = generation.call(1, max(workload.longest_prompt_tokens, workload.context_tokens) - 1)
     grown: dict[int, int] = {}
     for caches, layers in generation.cache_groups.items():
         size = sum(generation.slot_bytes(c) * _growing_slots(c, call) for c in caches)
         grown |= dict.fromkeys(layers, size)
-    transient = _transient(generation, generation.layers, grown, call)
+    runs = _runs(generation, generation.layers, grown, call)
     end = decode_cache_bytes(generation, workload)
     shrunk = max(0, _before_last_token(generation, workload) - end)
-    return Moment(end, transient + Transient(shrunk))
+    return _Step(end, shrunk, runs)
 
 
 def decode_cache_bytes(generation: Generation, workload: Inference) -> int:
     """The caches after the prompt or after the last token, whichever are larger."""
     prompt = workload.longest_prompt_tokens
-    sizes = cache_bytes(
-        generation.layer_caches,
-        prompt,
-        workload.prefill_step_size,
-        max(0, workload.context_tokens - prompt),
-        batch_size=workload.batch_size,
-        dtype_bytes=generation.activation_bytes,
-    )
-    return max(sizes.prefill_end, sizes.decode_end)
+
+    def largest() -> int:
+        sizes = cache_bytes(
+            generation.layer_caches,
+            prompt,
+            workload.prefill_step_size,
+            max(0, workload.context_tokens - prompt),
+            batch_size=workload.batch_size,
+            dtype_bytes=generation.activation_bytes,
+        )
+        return max(sizes.prefill_end, sizes.decode_end)
+
+    return generation.once(("decode caches", workload), largest)
 
 
 def _growing_slots(cache: TokenCache, call: Call) -> int:
@@ -285,18 +353,21 @@ def _before_last_token(generation: Generation, workload: Inference) -> int:
     return total
 
 
-def _transient(
+def _runs(
     generation: Generation,
     layers: tuple[tuple[int, Layer], ...],
     grown: dict[int, int],
     call: Call,
-) -> Transient:
-    """The most that ``layers`` have alive; ``grown`` are bytes of caches that are reallocated."""
+) -> Transient | tuple[list[LayerTape], int]:
+    """What ``layers`` have alive at most, or on Metal what they run, with the residual's bytes.
+
+    ``grown`` are bytes of caches that are reallocated.
+    """
     if generation.backend == "metal":
         tapes = _tapes(generation, layers, grown, call)
         if call.tokens == 1:
             tapes *= STEPS_IN_FLIGHT
-        return run_ahead(tapes, call.array(generation.architecture.hidden_size))
+        return tapes, call.array(generation.architecture.hidden_size)
     hidden = generation.architecture.hidden_size
     kinds = {}
     for i, layer in layers:
@@ -314,15 +385,14 @@ def _tapes(
     call: Call,
 ) -> list[LayerTape]:
     """Equal layers are the same object; no more of them than ``run_ahead`` reads."""
-    hidden, elements = generation.architecture.hidden_size, generation.weight_elements
-    recorded: dict[object, LayerTape] = {}
-    plain, tapes = call.kv_bits is None, []
-    for index, layer in layers[:STEADY_LAYERS]:
-        seen = call if plain else generation.layer_call(index, call)
-        more = grown.get(index, 0)
-        key = (id(layer), seen.kv_bits, more)
-        tape = recorded.get(key)
-        if tape is None:
-            tape = recorded[key] = layer_tape(layer, hidden, seen, elements, more)
-        tapes.append(tape)
+    firsts = generation.firsts[: min(len(layers), STEADY_LAYERS)]
+    own = {}
+    for index in set(firsts):
+        seen = generation.layer_call(index, call)
+        own[index] = generation.tape(layers[index][1], seen, grown.get(index, 0))
+    tapes = [own[index] for index in firsts]
+    last, layer = layers[len(tapes) - 1]
+    if layer is not generation.architecture.kinds[last]:  # only a part of it runs
+        seen = generation.layer_call(last, call)
+        tapes[-1] = generation.tape(layer, seen, grown.get(last, 0))
     return tapes

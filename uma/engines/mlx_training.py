@@ -7,10 +7,9 @@ freed buffers, whose size is a choice.
 from dataclasses import dataclass, replace
 
 from uma.architecture.layers import Architecture, Layer, Parameter
-from uma.engines.mlx_layers import built, forward_only
-from uma.engines.mlx_step import FLOAT32, Step
+from uma.engines import mlx_lm_step
+from uma.engines.mlx_layers import FLOAT32
 from uma.memory.adapters import adapters, trained_layers
-from uma.memory.liveness import MAX_ACTIVE_TASKS, evaluation_order, peak
 from uma.memory.optimizer_states import mlx_states
 from uma.memory.term import MemoryTerm
 from uma.quantization import DTYPE_BYTES
@@ -19,7 +18,7 @@ from uma.workload import Backend, TrainingWorkload
 ALL_REDUCE_BYTES = 32 << 20  # nn/utils.py, average_gradients: gradients joined for one message
 OPTIMIZER_SCALARS = 12  # optimizers.py: the step in uint64, the learning rate in float32
 SIMULATED = 3  # trained layers of a step that is laid out; more of them are extrapolated
-SIMULATED_MORE = 6  # where the order of evaluation settles later
+SIMULATED_MORE = 4  # where the order of evaluation settles later
 STEP_SOURCE = "arrays of one step in MLX's order of evaluation"
 
 
@@ -139,24 +138,13 @@ def step_bytes(
 ) -> int:
     """Bytes of a step with ``layers`` trained layers above what exists before it."""
     kept = replace(architecture, layers=architecture.layers[-layers:])
-    step = Step(kept, replace(workload, num_layers=None), fused_norms=backend == "metal")
-    roots = built(step)
-    graph = step.graph.graph(roots)
-    order = evaluation_order(graph)
-    ahead = MAX_ACTIVE_TASKS if backend == "cpu" else 0
-    held = sum(graph.arrays[i].nbytes for i in graph.sources[1:])
-    return peak(graph, order, backend, tasks_ahead=ahead).size_bytes - held
+    return mlx_lm_step.step_bytes(kept, replace(workload, num_layers=None), backend)
 
 
 def _forward_bytes(architecture: Architecture, workload: TrainingWorkload, backend: Backend) -> int:
     """Bytes of ``evaluate`` on one batch: the largest layer, or the logits."""
     kept = replace(architecture, layers=architecture.layers[-1:])
-    step = Step(kept, replace(workload, num_layers=None), fused_norms=backend == "metal")
-    graph = step.graph.graph(forward_only(step))
-    order = evaluation_order(graph)
-    held = sum(graph.arrays[i].nbytes for i in graph.sources[1:])
-    ahead = MAX_ACTIVE_TASKS if backend == "cpu" else 0
-    return peak(graph, order, backend, tasks_ahead=ahead).size_bytes - held
+    return mlx_lm_step.forward_bytes(kept, replace(workload, num_layers=None), backend)
 
 
 def _period(layers: tuple[Layer, ...]) -> int:

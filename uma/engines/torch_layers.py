@@ -17,7 +17,8 @@ from uma.architecture.layers import (
 from uma.engines.torch_ops import FLOAT32, Program
 from uma.memory.autograd import Buffer, Tensor
 
-MAX_EXPERT_GROUPS = 8  # more parts of the same sum change its moments little
+MAX_EXPERTS = 8  # are laid out one by one; of more, so many groups: more change moments little
+EXPERT_GROUPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +291,7 @@ def _experts(run: Program, part: Experts, x: Tensor, hidden: int) -> Tensor:
     """A loop over experts, each with its share of the tokens, summed into one result."""
     tokens = x.elements // hidden
     routed = tokens * part.num_experts_per_tok
-    groups = min(part.num_experts, MAX_EXPERT_GROUPS)
+    groups = part.num_experts if part.num_experts <= MAX_EXPERTS else EXPERT_GROUPS
     inner = FeedForward(part.moe_intermediate_size, part.gated)
     total = run.graph.tensor(x.elements, x.width)
     for _ in range(groups):

@@ -4,13 +4,17 @@ Facts are of torch 2.4 to 2.13, transformers 4.45 to 5.24, peft 0.13 to 0.20, bi
 0.50.
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 
-from uma.architecture.layers import Architecture, Parameter, parameters
+from uma.architecture.layers import Architecture, Layer
 from uma.engines import schemes
 from uma.engines.torch_ops import FLOAT32, AttentionKernel
 from uma.engines.transformers import CUBLAS_WORKSPACE, CUDA_CONTEXT
-from uma.memory.adapters import adapters, trained_layers
+from uma.memory.adapters import adapters, layer_adapters, trained_layers
 from uma.memory.loss import TRANSFORMERS, Copies
 from uma.memory.optimizer_states import States, torch_states
 from uma.workload import TrainingWorkload
@@ -34,6 +38,9 @@ class Settings:
     two buckets. ``offloads_inputs`` is Unsloth's checkpointing, ``modules_to_save`` are trained
     copies of embeddings and head, ``empties_cache`` a program that calls ``empty_cache``;
     ``whole_at_load`` one that makes the whole model on each device before it is sharded.
+    ``keeps_quantized_inputs`` and ``holds_last_graph`` are ``Linear.keeps_input`` and
+    ``StepSettings.holds_last_graph``. ``variable_lengths`` are batches of ever other sizes, whose
+    blocks torch's allocator cannot use again.
     """
 
     autocast: bool = True
@@ -61,12 +68,15 @@ class Settings:
     cublas_workspace_bytes: int = CUBLAS_WORKSPACE
     cuda_context_bytes: int = CUDA_CONTEXT
     empties_cache: bool = False
+    keeps_quantized_inputs: bool = False
+    holds_last_graph: bool = False
+    variable_lengths: bool = False
 
 
 DEFAULTS = Settings()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Model:
     """A model as it is trained: what its parameters take, and which are trained."""
 
@@ -95,6 +105,20 @@ class Model:
     def trains_all(self) -> bool:
         return self.workload.method == "full"
 
+    @cached_property
+    def shapes(self) -> Counter[tuple[int, ...]]:
+        """How many arrays of each shape are trained.
+
+        Raises:
+            UsageError: If the targets name none.
+        """
+        found: Counter[tuple[int, ...]] = Counter()
+        for shape, count in _shapes(self):
+            found[shape] += count
+        if not found:
+            list(adapters(self.architecture, self.workload))  # says which names there are
+        return found
+
 
 def weights_bytes(model: Model) -> int:
     """All parameters as they lie on the device."""
@@ -106,35 +130,41 @@ def weights_bytes(model: Model) -> int:
     return schemes.weight_bytes(architecture, scheme, experts=model.settings.quantizes_experts)
 
 
-def trained_parameters(model: Model) -> list[Parameter]:
-    """The parameters that full fine-tuning trains."""
-    if model.workload.num_layers is None:
-        return list(parameters(model.architecture))
-    return [
-        p for layer in trained_layers(model.architecture, model.workload) for p in layer.parameters
-    ]
+def _shapes(model: Model) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Shapes of all that is trained, each with the number of its arrays."""
+    architecture, workload = model.architecture, model.workload
+    whole = workload.num_layers is None
+    if model.trains_all and whole:
+        yield from ((p.shape, 1) for p in architecture.parameters)
+    layers = trained_layers(architecture, workload)
+    own = list(zip(architecture.kinds, architecture.alike, architecture.layers, strict=True))
+    counts = Counter((id(kind), id(alike)) for kind, alike, _ in own[-len(layers) :])
+    first = {(id(kind), id(alike)): layer for kind, alike, layer in reversed(own)}
+    for key, count in counts.items():
+        for shape, number in _layer_shapes(first[key], model):
+            yield shape, number * count
+
+
+def _layer_shapes(layer: Layer, model: Model) -> Iterator[tuple[tuple[int, ...], int]]:
+    if model.trains_all:
+        yield from ((p.shape, 1) for p in layer.parameters)
+    for adapter in layer_adapters(layer, model.workload):
+        yield (adapter.rank, adapter.columns), adapter.count
+        yield (adapter.rows, adapter.rank), adapter.count
+        if adapter.magnitude:
+            yield (adapter.rows,), 1
 
 
 def trained_elements(model: Model) -> int:
     """Elements of everything that gets a gradient."""
-    if model.trains_all:
-        return sum(p.size for p in trained_parameters(model))
-    return sum(a.size for a in adapters(model.architecture, model.workload))
+    return sum(prod(shape) * count for shape, count in model.shapes.items())
 
 
 def optimizer_states(model: Model) -> States:
     """States of all trained arrays."""
-    workload = model.workload
+    width = model.weight_width if model.trains_all else model.settings.adapter_width
     total = States(0)
-    if model.trains_all:
-        for parameter in trained_parameters(model):
-            total += torch_states(workload.optimizer, parameter.shape, model.weight_width)
-        return total
-    width = model.settings.adapter_width
-    for adapter in adapters(model.architecture, workload):
-        for shape in ((adapter.rank, adapter.columns), (adapter.rows, adapter.rank)):
-            for _ in range(adapter.count):
-                total += torch_states(workload.optimizer, shape, width)
-        if adapter.magnitude:
-            total += torch_states(workload.optimizer, (adapter.rows,), width)
+    for shape, count in model.shapes.items():
+        one = torch_states(model.workload.optimizer, shape, width)
+        total += States(one.device_bytes * count, one.paged_bytes * count)
     return total

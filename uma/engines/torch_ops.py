@@ -23,7 +23,10 @@ class Linear:
     (``bitsandbytes/autograd/_functions.py``, ``MatMul4Bit``), 0 where a kernel reads it packed.
     ``clones`` is set for the layers of quantized matrices, which work on a copy of their result
     (``peft/tuners/lora/bnb.py``, ``gptq.py``); ``fused`` for Unsloth's kernels, which save the
-    input and nothing else.
+    input and nothing else. ``saved_width`` is the width of a copy that autograd saves instead:
+    autocast's of float32 weights. ``keeps_input`` is bitsandbytes before 0.44
+    (``autograd/_functions.py``, ``MatMul4Bit``: ``ctx.tensors``), whose nodes hold their input for
+    as long as the graph lives.
     """
 
     rank: int = 0
@@ -32,6 +35,8 @@ class Linear:
     temporary_width: int = 0
     clones: bool = False
     fused: bool = False
+    saved_width: int = 0
+    keeps_input: bool = False
 
 
 FROZEN = Linear()
@@ -67,6 +72,7 @@ class Program:
     def __init__(self, graph: Graph, settings: LayerSettings) -> None:
         self.graph, self.settings, self.memory = graph, settings, graph.memory
         self.parameter_gradients: list[Buffer] = []
+        self.kept: list[Buffer] = []
 
     def _unary(self, x: Tensor, width: int, saved: Buffer | None = None) -> Tensor:
         """An elementwise operation of one input, whose backward needs ``saved``."""
@@ -115,6 +121,9 @@ class Program:
         tokens, matrix = x.elements // columns, rows * columns
         saved = x.buffer if how.trained else None
         size = x.size_bytes if x.node is not None else 0
+        cast = self.memory.buffer(matrix * how.saved_width)
+        if how.keeps_input and self.graph.enabled:
+            self.keep(x.buffer)
 
         def back(grad: Buffer) -> Sequence[Buffer]:
             copy = self.memory.buffer(matrix * how.temporary_width)
@@ -122,12 +131,17 @@ class Program:
             del copy
             if saved is not None:
                 self.gradient(matrix)
-            return [found]
+            return [found] if cast else []
 
         copy = self.memory.buffer(matrix * how.temporary_width)
         buffer = self.memory.buffer(tokens * rows * width)
         del copy
         return self.graph.apply([x], buffer, tokens * rows, width, back, starts=how.trained)
+
+    def keep(self, buffer: Buffer) -> None:
+        """Hold an input that nodes keep; of one that several products read, once."""
+        if all(buffer is not kept for kept in self.kept[-2:]):
+            self.kept.append(buffer)
 
     def gradient(self, elements: int) -> None:
         """The gradient of a parameter, kept until the optimizer's step."""

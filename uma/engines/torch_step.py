@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 
-from uma.architecture.layers import Architecture, Layer
+from uma.architecture.layers import Architecture, Attention, Layer, Mixer
 from uma.engines.torch_layers import Batch, decoder_layer
 from uma.engines.torch_ops import LayerSettings, Program
 from uma.errors import UsageError
@@ -11,6 +12,7 @@ from uma.memory.autograd import Buffer, Graph, Memory, Tensor
 from uma.memory.loss import TRANSFORMERS, Copies, LossRun
 
 SIMULATED = 4  # layers that are laid out of many equal ones
+MOST_FIRST = 5  # layers, one more than may come before equal ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,8 @@ class StepSettings:
     ``drops_gradients`` is an optimizer that runs in the backward pass. ``offloads_inputs`` is
     Unsloth's checkpointing, which moves saved inputs to the host. ``selective`` checkpointing also
     saves every second product and attention's output (torchtitan 0.1,
-    ``parallelize_llama.py``, ``_save_list``).
+    ``parallelize_llama.py``, ``_save_list``). ``holds_last_graph`` is a program whose names hold
+    the graph of a batch until the next one has run forward, and with it what nodes keep.
     """
 
     stream_width: int = 2
@@ -40,6 +43,7 @@ class StepSettings:
     drops_gradients: bool = False
     selective: bool = False
     offloads_inputs: bool = False
+    holds_last_graph: bool = False
     copies: Copies = TRANSFORMERS
 
 
@@ -80,9 +84,10 @@ class Step:
         self.kept: list[Buffer | None] = []
 
     def peaks(self) -> StepPeaks:
-        self.memory.moment = "forward"
+        self.memory.begin("forward")
         x = self._forward()
         settings, tokens = self.settings, self.batch.tokens
+        last = sum(b.size_bytes for b in self.run.kept) if settings.holds_last_graph else 0
         hidden = self.architecture.hidden_size
         normed = self.run.norm(x, x.width)
         del x
@@ -95,7 +100,7 @@ class Step:
         node, size = normed.node, normed.size_bytes
         saved = normed.buffer if settings.head_trained else None
         del normed
-        self.memory.moment = "backward"
+        self.memory.begin("backward")
         grad = loss.backward(size)
         del saved
         if settings.head_trained:
@@ -107,7 +112,8 @@ class Step:
         if settings.embedding_trained:
             self.run.gradient(hidden * self.architecture.vocab_size)
         gradients = sum(b.size_bytes for b in self.run.parameter_gradients)
-        return StepPeaks(dict(self.memory.peaks), gradients, logits)
+        moments = {moment: size + last for moment, size in self.memory.peaks.items()}
+        return StepPeaks(moments, gradients, logits)
 
     def without_gradients(self) -> int:
         """The most that is alive in one batch of validation: a layer forward, or the loss."""
@@ -147,7 +153,7 @@ class Step:
         """``x``; the backward pass is in layer ``index`` once it comes here."""
 
         def back(grad: Buffer) -> Sequence[Buffer]:
-            self.memory.moment = f"layer {index}"
+            self.memory.begin(f"layer {index}")
             return [grad]
 
         return self.run.graph.apply([x], x.buffer, x.elements, x.width, back)
@@ -174,6 +180,7 @@ class Step:
             if not self.settings.reentrant:
                 del out
             self.run.graph.backward(node, grad)
+            self.run.kept.clear()
             self._shard(before)
             found = leaf.node.grad if products is None or products else None
             if self.settings.keeps_inputs:
@@ -218,21 +225,24 @@ def step_peaks(
 ) -> StepPeaks:
     """The moments of a step.
 
-    Of many equal layers ``SIMULATED`` and one more are laid out: each moment grows with the number
-    of layers in a straight line, counted from the last layer or from the first.
+    Of many equal layers, or of a pattern of layers that returns, ``SIMULATED`` and one more are
+    laid out: each moment grows with their number in a straight line, counted from the last layer
+    or from the first.
     """
     count, every = len(architecture.layers), max(1, settings.checkpoint_every)
-    fewer = SIMULATED * every
-    if count <= fewer + every or count % every or not _are_equal(architecture.layers):
+    first, pattern = _pattern(architecture.layers)
+    unit = lcm(pattern, every)
+    fewer = first + unit * (SIMULATED if pattern == 1 else SIMULATED // 2)
+    if 2 * fewer + unit >= count or (count - first) % unit or first % every:
         return Step(architecture, batch, layers, settings).peaks()
     few, more = (
         Step(replace(architecture, layers=architecture.layers[:n]), batch, layers, settings).peaks()
-        for n in (fewer, fewer + every)
+        for n in (fewer, fewer + unit)
     )
-    steps, half = (count - fewer) // every, fewer // 2
+    steps, half = (count - fewer) // unit, (first + fewer) // 2
     moments = {}
     for index in range(fewer):
-        at = index if index < half else index + every
+        at = index if index < half else index + unit
         moments[f"layer {index}"] = _line(
             few.moments[f"layer {index}"], more.moments[f"layer {at}"], steps
         )
@@ -246,12 +256,27 @@ def _line(few: int, more: int, steps: int) -> int:
     return few + (more - few) * steps
 
 
-def _are_equal(layers: Sequence[Layer]) -> bool:
-    """Whether the layers differ in nothing that a step's sizes depend on."""
-    first = layers[0]
-    sizes = [p.shape for p in first.parameters]
-    return all(
-        (layer.mixers, layer.feed_forward) == (first.mixers, first.feed_forward)
-        and [p.shape for p in layer.parameters] == sizes
-        for layer in layers
-    )
+def _pattern(layers: Sequence[Layer]) -> tuple[int, int]:
+    """How many layers come first, and after how many of the others the same ones return.
+
+    The same is what has the same sizes in a step.
+    """
+    numbers: dict[object, int] = {}
+    kinds = [
+        numbers.setdefault(
+            (tuple(map(_sizes, one.mixers)), one.feed_forward, *(p.shape for p in one.parameters)),
+            len(numbers),
+        )
+        for one in layers
+    ]
+    found = ((first, _period(kinds[first:])) for first in range(min(MOST_FIRST, len(kinds))))
+    return min(found, key=sum)
+
+
+def _period(kinds: Sequence[int]) -> int:
+    return next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
+
+
+def _sizes(mixer: Mixer) -> Mixer:
+    """A window changes none: all pairs of tokens are laid out, or none by a fused kernel."""
+    return replace(mixer, sliding_window=None) if isinstance(mixer, Attention) else mixer

@@ -30,8 +30,10 @@ from uma.workload import TrainingWorkload
 
 # What torch's allocator holds of freed blocks: a share of all that is not there from the start, and
 # of the logits, whose blocks fit nothing else. Fitted by scripts/fit_training.py.
-SLACK = 0.28
-LOGITS_SLACK = 0.24
+SLACK = 0.23
+LOGITS_SLACK = 0.33
+VARIABLE_SLACK = 1.0  # of what a batch makes forward, where batches differ in length
+FSDP_SLACK = 0.7  # of all that is not there from the start, full training under FSDP 1
 
 DEEPSPEED_BUCKET = 500_000_000  # elements (DeepSpeed 0.16, runtime/zero/config.py)
 
@@ -54,6 +56,8 @@ def layer_settings(model: Model) -> LayerSettings:
     copies = workload.quantized in COPIED
     compute = workload.dtype_bytes
     full, targets = model.trains_all, _roles(model)
+    wide = model.weight_width > compute and not workload.quantized
+    casts = wide and settings.autocast and not model.mixes_precision
 
     def linear(name: str) -> Linear:
         adapted = not full and (name in targets)
@@ -64,6 +68,8 @@ def layer_settings(model: Model) -> LayerSettings:
             temporary_width=compute if copies else 0,
             clones=bool(workload.quantized),
             fused=settings.fused_adapters,
+            saved_width=compute if casts else 0,
+            keeps_input=copies and settings.keeps_quantized_inputs,
         )
 
     return LayerSettings(
@@ -109,6 +115,7 @@ def step_settings(model: Model) -> StepSettings:
     # FSDP without DeepSpeed keeps whole gradients between batches (torch, FSDP.no_sync).
     whole = workload.grad_accumulation_steps > 1 and not settings.deepspeed
     sharded = spread.zero_stage >= 2 and not whole
+    offloads = spread.zero_stage >= 2 and bool(spread.offload_optimizer)
     return StepSettings(
         stream_width=_stream_width(model),
         head_width=model.weight_width if _is_float32_head(model) else workload.dtype_bytes,
@@ -119,9 +126,10 @@ def step_settings(model: Model) -> StepSettings:
         head_trained=full and workload.num_layers is None,
         embedding_trained=full and workload.num_layers is None,
         gradient_shards=(spread.shards if sharded else 1) * spread.tensor,
-        drops_gradients=settings.optimizer_in_backward,
+        drops_gradients=settings.optimizer_in_backward or offloads,
         selective=settings.selective,
         offloads_inputs=settings.offloads_inputs,
+        holds_last_graph=settings.holds_last_graph,
         copies=_copies(model),
     )
 
@@ -213,18 +221,29 @@ def _device_terms(
     """What the allocator holds beyond what is allocated, and what the device counts beside it."""
     if workload.mem_kind == "allocated":
         return []
-    totals = phase_totals(terms)
-    held = sum(t.size_bytes for t in terms if t.phase == "always")
-    logits = sum(t.size_bytes for t in terms if t.name == "logits")
-    slack = round(SLACK * (max(totals.values()) - held) + LOGITS_SLACK * logits)
-    if settings.empties_cache:
-        slack = 0
+    slack = 0 if settings.empties_cache else _slack_bytes(workload, settings, terms)
     found = [MemoryTerm("buffer_pool", slack, "fitted", "scripts/fit_training.py")]
     if workload.mem_kind == "device":
         context = settings.cuda_context_bytes
         source = "vLLM's logs of non-torch memory"
         found.append(MemoryTerm("runtime_context", context, "fitted", source))
     return found
+
+
+def _slack_bytes(
+    workload: TrainingWorkload, settings: Settings, terms: Sequence[MemoryTerm]
+) -> int:
+    """Freed blocks that the allocator holds at the peak."""
+    held = sum(t.size_bytes for t in terms if t.phase == "always")
+    above = max(phase_totals(terms).values()) - held
+    forward = [t for t in terms if t.phase == "forward"]
+    logits = sum(t.size_bytes for t in forward if t.name == "logits")
+    if settings.fsdp_hooks and workload.sharding.zero_stage == 3 and workload.method == "full":
+        return round(FSDP_SLACK * above)
+    if settings.variable_lengths:
+        made = logits + sum(t.size_bytes for t in forward if t.name == "activations")
+        return round(SLACK * max(0, above - made) + VARIABLE_SLACK * made)
+    return round(SLACK * above + LOGITS_SLACK * logits)
 
 
 def _state_terms(model: Model) -> list[MemoryTerm]:
@@ -249,10 +268,21 @@ def _state_terms(model: Model) -> list[MemoryTerm]:
         terms.append(MemoryTerm("optimizer_states", states, "exact", source))
     if settings.deepspeed and not spread.offload_optimizer:
         terms += _deepspeed_terms(model, state_shards * split)
+    elif spread.data > 1 and not spread.zero_stage:
+        terms.append(_bucket_term(model))
     if settings.modules_to_save:
         terms.append(_saved_modules_term(model))
     terms.append(MemoryTerm("other", settings.cublas_workspace_bytes, "exact", "cuBLAS workspace"))
     return terms
+
+
+def _bucket_term(model: Model) -> MemoryTerm:
+    """The buckets that gradients are copied to before they are sent, all of them.
+
+    torch 2.13, ``nn/parallel/distributed.py``: ``gradient_as_bucket_view=False``.
+    """
+    size = trained_elements(model) * _gradient_width(model)
+    return MemoryTerm("other", size, "exact", "buckets of data parallelism")
 
 
 def _saved_modules_term(model: Model) -> MemoryTerm:
@@ -308,7 +338,8 @@ def _optimizer_terms(model: Model) -> list[MemoryTerm]:
     held = ceil(elements * width / (parts if spread.zero_stage >= 2 else split))
     if settings.deepspeed:  # gradients of the float32 copies beside those of the weights
         held += ceil(elements * FLOAT32 / parts)
-    temporary = ceil(step_temporary_bytes(elements, width, foreach=settings.foreach) / parts)
+    foreach = settings.foreach and model.workload.optimizer in ("adam", "adamw")
+    temporary = ceil(step_temporary_bytes(elements, width, foreach=foreach) / parts)
     return [
         MemoryTerm("gradients", held, "exact", "one for each trained element", "optimizer"),
         MemoryTerm("activations", temporary, "bound", "AdamW, foreach", "optimizer"),

@@ -203,7 +203,7 @@ def _unified(row: UnifiedMachine, found: Found) -> Machine:
         chip=row.chip,
         notes=notes,
         bandwidth_bytes_per_s=_rate(row.bandwidth_gb_per_s),
-        flops_per_s=_flops(row.fp16_tflops),
+        flops_per_s=_flops(row.bf16_tflops or row.fp16_tflops),
         price_usd=row.price_usd,
     )
 
@@ -219,7 +219,7 @@ def _tiers(row: UnifiedMachine) -> Machine:
         name=row.chip,
         memory_bytes=round(row.gpu_usable_gib * GIB),
         bandwidth_bytes_per_s=_rate(row.bandwidth_gb_per_s),
-        flops_per_s=_flops(row.fp16_tflops),
+        flops_per_s=_flops(row.bf16_tflops or row.fp16_tflops),
     )
     machine = discrete(
         [fast],

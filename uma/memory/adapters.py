@@ -88,7 +88,8 @@ def adapters(architecture: Architecture, workload: TrainingWorkload) -> Iterator
         for adapter in layer_adapters(layer, workload)
     ]
     if not found and workload.method != "full":
-        names = {p.name.rsplit(".", 1)[-1] for p in architecture.layers[-1].parameters}
+        last = filter(is_adaptable, architecture.layers[-1].parameters)
+        names = {p.name.rsplit(".", 1)[-1] for p in last}
         raise UsageError(
             f"no matrix is named {', '.join(workload.targets)}; this model has "
             f"{', '.join(sorted(names))}"

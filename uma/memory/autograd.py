@@ -32,6 +32,11 @@ class Memory:
         """Bytes that are alive for one instant only."""
         self.buffer(size_bytes)
 
+    def begin(self, moment: str) -> None:
+        """From here on peaks are those of ``moment``, which begins with what is alive."""
+        self.moment = moment
+        self.grow(0)
+
     def grow(self, size_bytes: int) -> None:
         self.live_bytes += size_bytes
         if self.live_bytes > self.peaks.get(self.moment, 0):

@@ -11,8 +11,10 @@ A layer is written here as the list of its operations, each with what it allocat
 touches; counting command buffers over that list gives the peak.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from operator import add, sub
 
@@ -66,8 +68,35 @@ def is_fused(mixer: Attention, call: Call) -> bool:
 
 
 Operation = tuple[tuple[tuple[int, int], ...], int, int]
-LayerTape = Sequence[Operation]
-"""Operations: (arrays touched, each with its elements), bytes allocated, of them attention's."""
+"""Arrays touched, each with its elements; bytes allocated, and those of attention."""
+PARAMETERS = -1  # the number of an array of weights, which only one operation of a layer reads
+
+
+class LayerTape(tuple[Operation, ...]):
+    """The operations of a layer in their order."""
+
+    @cached_property
+    def counted(self) -> list[tuple[int, int, tuple[tuple[int, int], ...], int, int]]:
+        """What each adds to a command buffer: elements, parameters, bytes, attention's bytes.
+
+        Between them are the arrays that an operation before it touched, with the last of those and
+        their elements: they count again in another command buffer.
+        """
+        last: dict[int, int] = {}
+        found = []
+        for place, (touched, more, scores) in enumerate(self):
+            fresh = parameters = 0
+            again = []
+            for array, size in touched:
+                if array == PARAMETERS:
+                    parameters += size
+                elif array not in last:
+                    fresh += size
+                elif last[array] != place:
+                    again.append((last[array], size))
+                last[array] = place
+            found.append((fresh, parameters, tuple(again), more, scores))
+        return found
 
 
 @dataclass(slots=True)
@@ -102,7 +131,7 @@ class Tape:
         output = self.array(elements) if in_place is None else in_place
         touched = tuple((i, self.arrays[i]) for i in (*inputs, output))
         if weights:
-            touched += ((self.array(0), int(weights * self.weight_elements)),)
+            touched += ((PARAMETERS, int(weights * self.weight_elements)),)
         size = elements * (dtype_bytes or self.call.activation_bytes)
         size = size if in_place is None else 0
         self.operations.append((touched, 0, size) if attention else (touched, size, 0))
@@ -135,7 +164,7 @@ def layer_tape(
         else:
             out = _experts(tape, part, hidden_size, normed, has_expert_biases(layer))
         residual = tape.run(hidden_size, residual, in_place=out)
-    return tape.operations
+    return LayerTape(tape.operations)
 
 
 def _mix(tape: Tape, mixer: Mixer, hidden_size: int, residual: int, grown_bytes: int) -> int:
@@ -247,25 +276,38 @@ def _experts(tape: Tape, part: Experts, hidden_size: int, normed: int, biased: b
     return out
 
 
-def run_ahead(layers: Sequence[LayerTape], residual_bytes: int) -> Transient:
+def run_ahead(
+    layers: Sequence[LayerTape], residual_bytes: int, weight_elements: float = 1.0
+) -> Transient:
     """The most that the command buffers in flight hold while ``layers`` run one after another.
 
+    ``weight_elements`` are array elements for each of the weights that the tapes tell.
     Equal layers are the same object: what one does to the open buffer depends on it and on what
-    that counts already, and comes again.
+    that counts already, and comes again. Where all are equal, nothing new comes once the same
+    buffers have come twice and are no longer in flight.
     """
     activations, attention, counted = [residual_bytes], [0], (0, 0)
     known: dict[tuple[int, tuple[int, int]], _Step] = {}
+    alike = len(set(map(id, layers))) == 1
+    came: tuple[int, tuple[int, int]] | None = None
+    end = sys.maxsize
     for tape in layers[:STEADY_LAYERS]:
         key = (id(tape), counted)
         step = known.get(key)
         if step is None:
-            step = known[key] = _encoded(tape, *counted)
+            step = known[key] = _encoded(tape, weight_elements, *counted)
+        elif alike and came is None:
+            came = key
+        elif key == came and end == sys.maxsize:
+            end = len(activations) + IN_FLIGHT
         more, scores, counted = step
         activations[-1] += more[0]
         attention[-1] += scores[0]
         if len(more) > 1:
             activations += more[1:]
             attention += scores[1:]
+            if len(activations) > end:
+                break
     width = min(IN_FLIGHT, len(activations))
     before = [0, *accumulate(map(add, activations, attention))]
     windows = list(map(sub, before[width:], before))
@@ -277,24 +319,28 @@ def run_ahead(layers: Sequence[LayerTape], residual_bytes: int) -> Transient:
 _Step = tuple[list[int], list[int], tuple[int, int]]
 
 
-def _encoded(tape: LayerTape, operations: int, elements: int) -> _Step:
+def _encoded(tape: LayerTape, weight_elements: float, operations: int, elements: int) -> _Step:
     """What a layer adds to the open buffer and to those that it opens, attention's bytes apart.
 
     ``operations`` and ``elements`` are those of the open buffer before it; after it they come last.
     """
     activations, attention = [0], [0]
-    seen: set[int] = set()
-    for touched, more, scores in tape:
+    size = scored = first = 0
+    for place, (fresh, parameters, again, more, scores) in enumerate(tape.counted):
         operations += 1
-        for array, size in touched:
-            if array not in seen:
-                seen.add(array)
-                elements += size
-        activations[-1] += more
-        attention[-1] += scores
+        elements += fresh
+        if parameters:
+            elements += int(parameters * weight_elements)
+        for before, held in again:
+            if before < first:
+                elements += held
+        size += more
+        scored += scores
         if operations > MAX_OPERATIONS or elements > MAX_ELEMENTS:
+            activations[-1], attention[-1] = size, scored
             activations.append(0)
             attention.append(0)
-            operations = elements = 0
-            seen.clear()
+            operations = elements = size = scored = 0
+            first = place + 1
+    activations[-1], attention[-1] = size, scored
     return activations, attention, (operations, elements)

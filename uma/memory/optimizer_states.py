@@ -51,8 +51,14 @@ def mlx_states(optimizer: str, shape: tuple[int, ...], width: int) -> States:
 
     mlx 0.32.4, ``optimizers/optimizers.py``, ``init_single`` of each: Adam and AdamW two arrays,
     SGD one even without momentum, Adafactor row and column sums of matrices, Muon and Lion one.
+    AdamW in bytes is our own (``uma/runtime/lora/adam8bit.py``).
     """
     elements = prod(shape)
+    if optimizer == "adamw-8bit" and elements >= SMALL:
+        blocks = -(-elements // BLOCK)
+        return States(2 * blocks * (BLOCK + 4))
+    if optimizer == "adamw-8bit":
+        return States(2 * elements * width)
     if optimizer in ("adam", "adamw"):
         return States(2 * elements * width)
     if optimizer == "adafactor":

@@ -65,32 +65,88 @@ def _plus(a: States, b: States) -> States:
     )
 
 
-def communication_bytes(
-    parameter_bytes: int, gradient_bytes: int, activation_bytes: int, spread: Sharding
-) -> dict[str, int]:
-    """Bytes that one device sends in one step, by what causes them.
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What devices exchange, as one device without sharding has it, in bytes.
+
+    ``stream_bytes`` are the residual stream of one batch at one layer, ``layers`` its layers;
+    ``batches`` make one update. ``recomputed`` layers run forward twice.
+    """
+
+    states: States
+    stream_bytes: int = 0
+    layers: int = 0
+    batches: int = 1
+    recomputed: bool = False
+
+
+def communication_bytes(moved: Moved, spread: Sharding) -> dict[str, int]:
+    """Bytes that one device sends for one update, by what causes them.
 
     Ring algorithms: an all-reduce sends ``2 (N - 1) / N`` of the data, an all-gather or a
-    reduce-scatter half of that. Stage 3 gathers the parameters forward and backward and scatters
-    the gradients; hybrid sharding also reduces between its groups. Tensor parallelism reduces the
-    residual stream four times a layer (twice forward, twice backward: Megatron, arXiv:1909.08053);
-    ``activation_bytes`` are those of the stream through all layers.
+    reduce-scatter half of that. ``gradients``: an all-reduce (stages 0 and 1), or a reduce-scatter
+    for each batch (stages 2 and 3). ``parameters``: gathered after the update (1 and 2), or forward
+    and backward for each batch (3). ``groups``: hybrid sharding's all-reduce between its groups.
+    ``host`` and ``disk`` are both directions together.
+    """
+    return {
+        **_between_replicas(moved, spread),
+        **_between_parts(moved, spread),
+        **_to_host_and_disk(moved.states, moved.batches, spread),
+    }
+
+
+def _between_replicas(moved: Moved, spread: Sharding) -> dict[str, int]:
+    split, shards = spread.tensor * spread.pipeline, spread.shards
+    gradients = moved.states.gradient_bytes // split
+    parameters = moved.states.parameter_bytes // split
+    if spread.replicas == 1:
+        return {}
+    if spread.zero_stage < 2:
+        return {"gradients": _ring(2 * gradients, spread.replicas)}
+    reduced = _ring(gradients * moved.batches, shards)
+    if spread.zero_stage == 2:  # what was trained is gathered, in the width of its gradients
+        return {"gradients": reduced, "parameters": _ring(gradients, shards)}
+    gathered = _ring(2 * parameters * moved.batches, shards)
+    found = {"parameters": gathered, "gradients": reduced}
+    if shards < spread.replicas:
+        found["groups"] = _ring(2 * gradients // shards, spread.replicas // shards)
+    return found
+
+
+def _between_parts(moved: Moved, spread: Sharding) -> dict[str, int]:
+    """What tensor, sequence and pipeline parallelism send of the activations.
+
+    Tensor: two all-reduces of the stream a layer and pass (Megatron, arXiv:1909.08053, section 3).
+    Sequence: four all-to-alls a layer and pass, of a device's part of the rows (DeepSpeed-Ulysses,
+    arXiv:2309.14509, section 3.1). Pipeline: the stream to the next stage and its gradient back.
     """
     found = {}
-    shards, data = spread.shards, spread.data
-    if data > 1 and spread.zero_stage < 3:
-        found["gradients"] = _ring(2 * gradient_bytes, data)
-    elif data > 1:
-        found["parameters"] = _ring(2 * parameter_bytes, shards)
-        found["gradients"] = _ring(gradient_bytes, shards)
-        if shards < data:
-            found["groups"] = _ring(2 * gradient_bytes // shards, data // shards)
+    passes = 3 if moved.recomputed else 2
+    part = moved.batches * moved.stream_bytes // spread.sequence
+    through = part * -(-moved.layers // spread.pipeline)
     if spread.tensor > 1:
-        found["tensor"] = _ring(4 * 2 * activation_bytes, spread.tensor)
+        found["tensor"] = _ring(passes * 2 * 2 * through, spread.tensor)
     if spread.sequence > 1:
-        found["sequence"] = _ring(4 * activation_bytes, spread.sequence)
+        found["sequence"] = _ring(passes * 4 * through, spread.sequence) // spread.tensor
+    if spread.pipeline > 1:
+        found["pipeline"] = 2 * part // spread.tensor
+    return found
+
+
+def _to_host_and_disk(states: States, batches: int, spread: Sharding) -> dict[str, int]:
+    """ZeRO-Offload (arXiv:2101.06840): gradients go down, what was trained comes back; parameters
+    on the host come for each pass (ZeRO-Infinity, arXiv:2104.07857). A disk's optimizer states are
+    read and written at each update."""
+    parts = spread.shards if spread.zero_stage else 1
+    split = spread.tensor * spread.pipeline * parts
+    found: dict[str, int] = {}
     if spread.offload_optimizer:
-        found["host"] = gradient_bytes // shards + parameter_bytes // shards
+        found["host"] = (batches + 1) * states.gradient_bytes // split
+    if spread.offload_optimizer == "disk":
+        found["disk"] = 2 * states.optimizer_bytes // split
+    if place := spread.offload_parameters:
+        found[place] = found.get(place, 0) + 2 * batches * states.parameter_bytes // split
     return found
 
 
@@ -106,17 +162,23 @@ def deepspeed_estimate(
     *,
     stage: Literal[2, 3],
     offload: Literal["", "optimizer", "all"] = "",
+    whole_gradients: bool = False,
 ) -> tuple[int, int]:
     """DeepSpeed's printed bytes of a device and of a host, buffer factor 1.5, full training.
 
+    As of 0.19.8, without ``zero.Init``. ``whole_gradients`` is what its documentation prints
+    (``docs/source/memory.rst``), where stage 2 keeps all 16-bit gradients on each device.
+
     >>> deepspeed_estimate(2_851_000_000, 32_900_000, 8, stage=2)[0]  # t5-3b, 8 GPUs
-    17106000000
+    12116750000
     """
     total = devices * nodes
     if stage == 2:
         if offload:
-            return HALF * parameters, int(parameters * max(4 * devices, 16) * 1.5)
-        return 4 * parameters + 16 * parameters // total, int(parameters * 4 * devices * 1.5)
+            return HALF * parameters, int(parameters * max(4 * total, 16) * 1.5)
+        whole = 4 if whole_gradients else 2
+        device = whole * parameters + (20 - whole) * parameters // total
+        return device, int(parameters * 4 * devices * 1.5)
     largest = 4 * largest_layer
     if offload == "all":
         factor = max(4 * devices, 18 / nodes)

@@ -51,7 +51,15 @@ def weight_bytes(
     architecture: Architecture, quantization: Format = None, dtype_bytes: int = 2
 ) -> MemoryTerm:
     """The term ``weights``: every parameter as ``mlx_lm.convert`` stores it."""
-    size = sum(size for _, size in tensor_bytes(architecture, quantization, dtype_bytes))
+    if isinstance(quantization, StoredQuantization):  # which may go by names
+        sizes = (size for _, size in tensor_bytes(architecture, quantization, dtype_bytes))
+    else:
+        sizes = (
+            count * parameter_bytes(parameter, quantization, dtype_bytes)
+            for some, count in architecture.counted_parameters
+            for parameter in some
+        )
+    size = sum(sizes)
     return MemoryTerm("weights", size, "exact", f"catalog shapes x {_named(quantization)}")
 
 

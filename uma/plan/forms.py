@@ -4,11 +4,11 @@ A 16-bit model is quantized to 4 bits on load unless asked otherwise; a quantize
 is stored. On MLX's CPU backend float32 comes first where it is the fast form and fits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from uma.architecture.layers import Architecture, Experts, parameters
+from uma.architecture.layers import Architecture, Experts, Parameter, parameters
 from uma.checkpoint.names import parse_quant
 from uma.checkpoint.source import ModelSource
 from uma.errors import UsageError
@@ -215,18 +215,35 @@ def _load_terms(
     What is outside the layers comes first (``uma.runtime.load``). Experts of a full-precision
     checkpoint are mostly stored one by one, and exist twice while they are stacked.
     """
-    inside = [
-        parameter
-        for layer in architecture.layers
-        for parameter in sorted(layer.parameters, key=lambda p: len(p.shape))
-    ]
+    kinds: dict[int, tuple[int, int]] = {}
+    held, most = _making(architecture.parameters, stored, made, stored_width, made_width)
+    for layer, alike in zip(architecture.layers, architecture.alike, strict=True):
+        by_name = isinstance(stored, StoredQuantization)
+        kind = layer if by_name else alike
+        if id(kind) not in kinds:
+            inside = sorted(kind.parameters, key=lambda p: len(p.shape))
+            kinds[id(kind)] = _making(inside, stored, made, stored_width, made_width)
+        more, peak = kinds[id(kind)]
+        most = max(most, held + peak)
+        held += more
+    above = max(0, most - held)
+    return (MemoryTerm("other", above, "bound", "the last matrices before conversion", "load"),)
+
+
+def _making(
+    some: Iterable[Parameter],
+    stored: Quantization | StoredQuantization | None,
+    made: Quantization | None,
+    stored_width: int,
+    made_width: int,
+) -> tuple[int, int]:
+    """What these parameters hold once they are made, and at most while they are."""
     held = most = 0
-    for parameter in (*architecture.parameters, *inside):
+    for parameter in some:
         held += parameter_bytes(parameter, made, made_width)
         copies = 2 if stored is None and len(parameter.shape) == 3 else 1
         most = max(most, held + copies * parameter_bytes(parameter, stored, stored_width))
-    above = max(0, most - held)
-    return (MemoryTerm("other", above, "bound", "the last matrices before conversion", "load"),)
+    return held, most
 
 
 def _float32_note(weights: MemoryTerm, base: Form) -> str:

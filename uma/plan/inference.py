@@ -1,12 +1,14 @@
 """The plan of one run: form of the weights, context, prefill step, ledger, verdict."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Literal
 
 from uma.architecture.layers import Architecture
 from uma.engines import mlx
+from uma.engines.mlx_phases import Shared
+from uma.errors import CheckpointError
 from uma.frozen import dataclass
 from uma.ledger import Ledger, Verdict, peak
 from uma.machine import Budget, Machine, budget_of, verdict
@@ -93,6 +95,11 @@ def beside_of(
     if adapter_path is not None:
         from uma.checkpoint.safetensors import read_header
 
+        if (adapter_path / "adapter_model.safetensors").exists():
+            raise CheckpointError(
+                f"{adapter_path} is PEFT's adapter; make it mlx-lm's: uma lora import MODEL "
+                "--adapter-path FOLDER -o NEW"
+            )
         size_bytes = read_header(adapter_path / "adapters.safetensors").size_bytes
         adapters = MemoryTerm("adapters", size_bytes, "exact", "safetensors header")
     planned = None if draft is None else Draft(draft.architecture, draft.form)
@@ -138,7 +145,8 @@ class InferencePlan:
 class Case:
     """A model in one form on one backend; what each workload needs is computed once.
 
-    It stays the same while context, prefill step and machine are searched.
+    It stays the same while context, prefill step and machine are searched. ``outputs`` and
+    ``shared`` hold for every form with activations as wide, and may be shared between them.
     """
 
     architecture: Architecture
@@ -146,9 +154,9 @@ class Case:
     backend: Backend
     beside: Beside = NOTHING_BESIDE
     known: dict[Inference, tuple[tuple[MemoryTerm, ...], int]] = field(default_factory=dict)
-    buffers: dict[Inference, int] = field(default_factory=dict)
-    outputs: dict[Inference, int] = field(default_factory=dict)
     moments: mlx.Known = field(default_factory=dict)
+    outputs: dict[Inference, int] = field(default_factory=dict)
+    shared: Shared = field(default_factory=dict)
 
     def terms(self, workload: Inference) -> tuple[MemoryTerm, ...]:
         return self._known(workload)[0]
@@ -158,13 +166,18 @@ class Case:
         return self._known(workload)[1]
 
     def largest_buffer_bytes(self, workload: Inference) -> int:
-        if workload not in self.buffers:
-            self.buffers[workload] = self._size_of(mlx.largest_buffer_bytes, workload)
-        return self.buffers[workload]
+        matrix = mlx.largest_matrix_bytes(self.architecture, self.form.weights)
+        return max(matrix, self.largest_output_bytes(workload))
 
     def largest_output_bytes(self, workload: Inference) -> int:
         if workload not in self.outputs:
-            self.outputs[workload] = self._size_of(mlx.largest_output_bytes, workload)
+            self.outputs[workload] = mlx.largest_output_bytes(
+                self.architecture,
+                self.form.weights,
+                workload,
+                backend=self.backend,
+                activation_bytes=self.form.activation_bytes,
+            )
         return self.outputs[workload]
 
     def fits(self, workload: Inference, limit_bytes: int, machine: Machine) -> bool:
@@ -188,17 +201,9 @@ class Case:
             backend=self.backend,
             activation_bytes=self.form.activation_bytes,
             known=self.moments,
+            shared=self.shared,
         )
         return (*terms, *self.form.load_terms, *self.beside.terms(workload))
-
-    def _size_of(self, size: Callable[..., int], workload: Inference) -> int:
-        return size(
-            self.architecture,
-            self.form.weights,
-            workload,
-            backend=self.backend,
-            activation_bytes=self.form.activation_bytes,
-        )
 
 
 def plan_inference(

@@ -50,7 +50,7 @@ def best_offload(case: EngineCase) -> LayerOffload | None:
 
 def offloads(case: EngineCase) -> Iterator[LayerOffload]:
     """Every way to leave something on the host: experts first, from the least to the most."""
-    sizes = list(tensor_bytes(case.architecture, case.format))
+    sizes = tensor_bytes(case.architecture, case.format)
     yield from _experts_on_host(case, sizes)
     yield from _layers_on_card(case, sizes)
 

@@ -1,66 +1,114 @@
-"""A comparison of machines as a table, as JSON and as CSV."""
+"""A comparison of machines as a table."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from uma.plan.compare import YOURS, Comparison, HostProfile, Plan, Price, Row
-from uma.report import SCHEMA_VERSION
+from uma.plan.compare.costs import tokens_per_joule
+from uma.plan.compare.plans import first_token_s
+from uma.plan.compare.search import spent_usd
+from uma.plan.compare.subject import Subject
 from uma.report.text import table
-from uma.speed.prefill import time_to_first_token_s
 from uma.speed.rate import NotKnown, Rate
 from uma.units import GB, GIB, format_gib
 
 BAR_WIDTH = 10
 FEW_ROWS = 4  # up to so many, every plan that was not taken is told, else the best of them
 REASONS = 2
+FRONT = 8
 
-HEAD = ("machine", "weights", "how", "GiB of", "verdict", "tokens/s", "", "prompt/s", "US$")
-ALIGN = "<<<><><>>"
+
+class _Column(NamedTuple):
+    title: str
+    side: str
+    cell: Callable[[Row, Plan], str]
 
 
 def compare_text(found: Comparison, model_name: str, host: HostProfile) -> str:
     """A line a machine, what is best of them all, and why better plans were not taken."""
-    fastest = max((row.decode_tps or 0.0 for row in found.rows), default=0.0)
-    rows = [HEAD, *(_cells(row, found, fastest) for row in found.rows)]
-    lines = [*_header(found, model_name, host), "", table(rows, ALIGN), ""]
-    return "\n".join([*lines, *_verdicts(found), *_reasons(found), *_notes(found)])
+    lines = [*_header(found, model_name, host), "", _table(found), ""]
+    return "\n".join([*lines, *_verdicts(found), *_costs(found), *_reasons(found), *_notes(found)])
 
 
 def _header(found: Comparison, model_name: str, host: HostProfile) -> Iterator[str]:
-    workload, wanted = found.subject.workload, found.wanted
-    requests = "one request at a time"
-    if workload.batch_size > 1:
-        requests = f"{workload.batch_size} requests at once, tokens/s of each"
-    if workload.kv_bits is not None:
-        requests += f", KV cache in {workload.kv_bits} bits"
+    wanted = found.wanted
+    fast = f" and {wanted.min_tps:g} tokens/s" if wanted.min_tps else ""
     yield (
-        f"{model_name} at {workload.context_tokens:,} tokens of context, {requests}; at least "
-        f"{wanted.min_bits} bits and {wanted.min_tps:g} tokens/s, --prefer {wanted.prefer}"
+        f"{model_name} {_asked(found)}; at least {wanted.min_bits} bits{fast}, --prefer "
+        f"{wanted.prefer}"
     )
-    if any(row.candidate.host_bandwidth_bytes_per_s for row in found.rows):
+    if any(row.candidate.host for row in found.rows):
         yield (
             f"cards are taken to be in a host with {format_gib(host.memory_bytes)} at "
             f"{host.bandwidth_bytes_per_s / GB:g} GB/s: --host-ram, --host-bandwidth"
         )
 
 
-def _cells(row: Row, found: Comparison, fastest: float) -> tuple[str, ...]:
-    plan, name = row.plan, row.candidate.name
-    if plan is None:
-        return (name, "", "no engine that is modelled runs it", "", "unknown", "", "", "", "")
-    number = found.subject.workload.batch_size
-    return (
-        name,
-        plan.format,
-        f"{plan.technique}, {plan.engine}",
-        _memory(plan),
-        plan.verdict,
-        _rate(plan.decode, number),
-        "#" * round(BAR_WIDTH * (row.decode_tps or 0) / fastest) if fastest else "",
-        _rate(plan.prompt, 1, interval=False),
-        _price(row.candidate.price) or _parts(row),
-    )
+def _asked(found: Comparison) -> str:
+    subject = found.subject
+    if not isinstance(subject, Subject):
+        rank, rows = subject.workload.rank, subject.workload.batch_size
+        of = "all its weights" if subject.kind == "full" else f"adapters of rank {rank}"
+        length = f"{subject.workload.max_seq_length:,} tokens"
+        each = "a row" if rows == 1 else f"{rows} rows"
+        return f"trained ({subject.kind}, {of}), {each} of {length} at once on each device"
+    work, requests = subject.workload, "one request at a time"
+    if work.batch_size > 1:
+        requests = f"{work.batch_size} requests at once, tokens/s of each"
+    if work.kv_bits is not None:
+        requests += f", KV cache in {work.kv_bits} bits"
+    room = ""
+    if subject.tokens != work.context_tokens:
+        room = f" with room for {work.context_tokens:,}"
+    return f"at {subject.tokens:,} tokens of context{room}, {requests}"
+
+
+def _table(found: Comparison) -> str:
+    columns = list(_columns(found))
+    rows = [[column.title for column in columns]]
+    for row in found.rows:
+        if row.plan is None:
+            missing = {0: row.candidate.name, 2: "no engine that is modelled runs it", 4: "unknown"}
+            rows.append([missing.get(place, "") for place in range(len(columns))])
+        else:
+            rows.append([column.cell(row, row.plan) for column in columns])
+    return table(rows, "".join(column.side for column in columns))
+
+
+def _columns(found: Comparison) -> Iterator[_Column]:
+    subject = found.subject
+    number = subject.workload.batch_size if isinstance(subject, Subject) else 1
+    fastest = max((row.decode_tps or 0.0 for row in found.rows), default=0.0)
+
+    def bar(row: Row, plan: Plan) -> str:
+        return "#" * round(BAR_WIDTH * (row.decode_tps or 0) / fastest) if fastest else ""
+
+    yield _Column("machine", "<", lambda row, plan: row.candidate.name)
+    yield _Column("weights", "<", lambda row, plan: plan.format)
+    yield _Column("how", "<", lambda row, plan: f"{plan.technique}, {_program(plan)}")
+    yield _Column("GiB of", ">", lambda row, plan: _memory(plan))
+    yield _Column("verdict", "<", lambda row, plan: plan.verdict)
+    yield _Column("tokens/s", ">", lambda row, plan: _rate(plan.decode, number))
+    yield _Column("", "<", bar)
+    if isinstance(subject, Subject):
+        yield _Column("prompt/s", ">", lambda row, plan: _rate(plan.prompt, 1, interval=False))
+    if number > 1:
+        yield _Column("all/s", ">", lambda row, plan: _rate(plan.decode, 1, interval=False))
+        yield _Column("first token", ">", lambda row, plan: _first(plan, subject))
+        yield _Column("cache GiB", ">", lambda row, plan: f"{(plan.cache_bytes or 0) / GIB:.1f}")
+    yield _Column("US$", ">", lambda row, plan: _offer(row))
+
+
+def _program(plan: Plan) -> str:
+    if plan.recipe is None:
+        return plan.engine
+    return "mlx" if plan.engine == "mlx" else "torch"
+
+
+def _first(plan: Plan, subject: object) -> str:
+    assert isinstance(subject, Subject)
+    found = first_token_s(plan, subject.tokens)
+    return "?" if isinstance(found, NotKnown) else f"{found.best:,.1f} s"
 
 
 def _memory(plan: Plan) -> str:
@@ -80,6 +128,15 @@ def _rate(rate: Rate | NotKnown, number: int, *, interval: bool = True) -> str:
     return f"{shown} ({low:.{digits}f} to {high:.{digits}f})" if interval else shown
 
 
+def _offer(row: Row) -> str:
+    """What it can be had for: bought, or rented by the hour."""
+    rent = row.candidate.rent_usd_per_h
+    if rent is None:
+        return _price(row.candidate.price) or _parts(row)
+    bought = _price(row.candidate.price)
+    return f"{rent:g}/h rent" + (f", {bought}" if bought else "")
+
+
 def _price(price: Price | None) -> str:
     if price is None:
         return ""
@@ -94,19 +151,65 @@ def _parts(row: Row) -> str:
 
 
 def _verdicts(found: Comparison) -> Iterator[str]:
+    wanted = found.wanted
     if found.cheapest is None:
         yield f"cheapest: {found.cheapest_reason}"
     else:
-        one = found.cheapest
-        yield (
-            f"cheapest with {found.wanted.min_tps:g} tokens/s: {one.candidate.name}, "
-            f"US$ {_price(one.candidate.price)}"
-        )
+        one, fast = found.cheapest, f" with {wanted.min_tps:g} tokens/s" if wanted.min_tps else ""
+        spent = _offer(one)
+        if wanted.use.hours is not None:
+            spent = f"{spent_usd(one, wanted):,.0f} in {wanted.use.years:g} years"
+        yield f"cheapest{fast}: {one.candidate.name}, US$ {spent}"
     if len(found.front) > 1:
-        names = ", ".join(row.candidate.name for row in found.front)
-        yield f"beaten by none in price, speed and memory to spare at once: {names}"
+        names = ", ".join(row.candidate.name for row in found.front[:FRONT])
+        more = f" and {len(found.front) - FRONT} more" if len(found.front) > FRONT else ""
+        yield f"beaten by none in price, speed and memory to spare at once: {names}{more}"
     if found.hidden:
         yield f"{found.hidden} more are sold and not shown: --machine NAME, or --all"
+
+
+def _costs(found: Comparison) -> Iterator[str]:
+    """What each machine costs over its use, where that was asked."""
+    use = found.wanted.use
+    if use == type(use)() and found.rented is None:
+        return
+    hours = "" if use.hours is None else f" over {use.hours:,.0f} hours of work"
+    energy = "" if use.usd_per_kwh is None else f", {use.usd_per_kwh:g} US$/kWh at full power"
+    yield f"costs in US${hours}{energy}:"
+    rows = [("machine", "bought", "of it electricity", "rented", "pays from", "tokens/J")]
+    reasons: dict[str, list[str]] = {}
+    for row in (one for one in found.rows if one.runs):
+        cost, plan = found.cost(row), row.plan
+        assert plan is not None
+        total = None if isinstance(plan.decode, NotKnown) else plan.decode.best
+        yielded, why = tokens_per_joule(row.candidate, total)
+        even = None if cost.break_even_h is None else f"{cost.break_even_h:,.0f} h"
+        rows.append(
+            (
+                row.candidate.name,
+                _usd(cost.owned_usd),
+                _usd(cost.energy_usd),
+                _usd(cost.rented_usd),
+                even or "?",
+                "?" if yielded is None else f"{yielded:.3g}",
+            )
+        )
+        bought = row.candidate.rent_usd_per_h is None or cost.owned_usd is not None
+        told = (cost.reason, cost.break_even_reason, why) if bought else (why,)
+        for reason in dict.fromkeys(told):
+            if reason is not None:
+                reasons.setdefault(reason, []).append(row.candidate.name)
+    yield table(rows, "<>>>>>")
+    for reason, names in reasons.items():
+        yield f"?: {_several(names)}: {reason}"
+
+
+def _usd(value: float | None) -> str:
+    return "?" if value is None else f"{value:,.0f}"
+
+
+def _several(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _reasons(found: Comparison) -> Iterator[str]:
@@ -115,7 +218,10 @@ def _reasons(found: Comparison) -> Iterator[str]:
     if told:
         yield "why nothing better:"
     for row in told:
-        closest = {plan.bits: (plan, why) for plan, why in reversed(_by_distance(row, found))}
+        closest = {
+            (plan.bits, plan.quality): (plan, why)
+            for plan, why in reversed(_by_distance(row, found))
+        }
         reasons = [f"{plan.format} {plan.technique}: {why}" for plan, why in closest.values()]
         if len(found.rows) > FEW_ROWS:
             yield f"  {row.candidate.name}: {'; '.join(reasons[:REASONS])}"
@@ -130,157 +236,73 @@ def _by_distance(row: Row, found: Comparison) -> list[tuple[Plan, str]]:
     rejected = list(row.rejected) if own is None else [*row.rejected, (row.plan, own)]
     return sorted(
         rejected,
-        key=lambda one: (-one[0].bits, not one[0].runs, one[0].short_bytes),
+        key=lambda one: (-one[0].bits, -one[0].quality, not one[0].runs, one[0].short_bytes),
     )
 
 
 def _notes(found: Comparison) -> Iterator[str]:
     seen: dict[str, list[str]] = {}
     for row in found.rows:
-        for note in (*_notes_of(row), *_too_long(row, found)):
+        for note in notes_of(row, found):
             seen.setdefault(note, []).append(row.candidate.name)
-    for note, names in seen.items():
-        where = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        yield f"note: {where}: {note}"
+    yield from (f"note: {_several(names)}: {note}" for note, names in seen.items())
+
+
+def notes_of(row: Row, found: Comparison) -> list[str]:
+    """How to run a row's plan, what it gives up, and why a figure is missing; each once."""
+    plan, notes = row.plan, []
+    if plan is None:
+        return []
+    if plan.options and plan.technique != "resident":
+        command = plan.options[0].startswith("sudo")
+        notes.append(" ".join([*([] if command else [plan.engine]), *plan.options]))
+    notes += plan.notes
+    rates = {"tokens/s": plan.decode}
+    if plan.recipe is None:
+        rates["prompt/s"] = plan.prompt
+    for name, rate in rates.items():
+        if isinstance(rate, Rate):
+            notes += rate.notes
+        elif row.runs:
+            notes.append(f"{name}: {rate.reason}")
+    return list(dict.fromkeys([*notes, *_too_long(row, found)]))
 
 
 def _too_long(row: Row, found: Comparison) -> Iterator[str]:
     """Beyond what the model was made for: of MLX the plan itself says so."""
-    longest = found.subject.architecture.max_position_embeddings
-    asked = found.subject.workload.context_tokens
-    if row.runs and row.plan and row.plan.engine != "mlx" and longest and asked > longest:
+    subject, longest = found.subject, found.subject.architecture.max_position_embeddings
+    mlx = row.plan is not None and row.plan.engine == "mlx" and row.candidate.number == 1
+    asked = subject.workload.max_seq_length if not isinstance(subject, Subject) else 0
+    if isinstance(subject, Subject):
+        asked = 0 if mlx else subject.workload.context_tokens
+    if row.runs and longest and asked > longest:
         yield f"the model was made for {longest:,} tokens of context"
 
 
-def _notes_of(row: Row) -> Iterator[str]:
-    if row.plan is None:
-        return
-    if row.plan.options and row.plan.technique != "resident":
-        command = row.plan.options[0].startswith("sudo")
-        yield " ".join([*([] if command else [row.plan.engine]), *row.plan.options])
-    yield from row.plan.notes
-    for name, rate in (("tokens/s", row.plan.decode), ("prompt/s", row.plan.prompt)):
-        if isinstance(rate, Rate):
-            yield from rate.notes
-        elif row.runs:
-            yield f"{name}: {rate.reason}"
-
-
-def compare_json(found: Comparison, model: dict[str, Any], host: HostProfile) -> dict[str, Any]:
-    """The document of ``uma compare --json``."""
-    cheapest = found.cheapest
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "model": model,
-        "workload": asdict(found.subject.workload)
-        | {"min_bits": found.wanted.min_bits, "min_tps": found.wanted.min_tps},
-        "prefer": found.wanted.prefer,
-        "host": {
-            "memory_bytes": host.memory_bytes,
-            "bandwidth_bytes_per_s": host.bandwidth_bytes_per_s,
-            "price_usd": None if host.price is None else host.price.usd,
-        },
-        "plans": [_row_json(row, found) for row in found.rows],
-        "cheapest": None if cheapest is None else cheapest.candidate.name,
-        "cheapest_reason": found.cheapest_reason,
-        "pareto_front": [row.candidate.name for row in found.front],
-        "hidden": found.hidden,
-    }
-
-
-def _row_json(row: Row, found: Comparison) -> dict[str, Any]:
-    candidate, machine = row.candidate, row.candidate.machine
-    price, parts = candidate.price, candidate.parts_price
-    devices = [device.name for device in machine.devices]
-    return {
-        "machine": candidate.name,
-        "title": machine.name,
-        "kind": "discrete" if candidate.discrete else "unified",
-        "devices": devices or [machine.chip or machine.cpu or machine.name],
-        **_plan_json(row.plan, found),
-        "price_usd": None if price is None else price.usd,
-        "price_kind": None if price is None else price.kind,
-        "price_date": None if price is None else price.date,
-        "price_reason": candidate.price_reason,
-        "devices_price_usd": None if parts is None else parts.usd,
-        "sold": candidate.sold,
-        "notes": list(dict.fromkeys([*_notes_of(row), *_too_long(row, found)])),
-        "rejected": [
-            {"format": plan.format, "technique": plan.technique, "reason": why}
-            for plan, why in row.rejected
-        ],
-    }
-
-
-PLAN_KEYS: dict[str, Callable[[Plan], Any]] = {
-    "technique": lambda plan: plan.technique,
-    "engine": lambda plan: plan.engine,
-    "format": lambda plan: plan.format,
-    "bits": lambda plan: plan.bits,
-    "bits_per_weight": lambda plan: round(plan.bits_per_weight, 4),
-    "device_bytes": lambda plan: plan.device_bytes,
-    "host_bytes": lambda plan: plan.host_bytes,
-    "disk_bytes": lambda plan: plan.disk_bytes,
-    "budget_bytes": lambda plan: plan.budget_bytes,
-    "headroom_bytes": lambda plan: plan.headroom_bytes,
-    "verdict": lambda plan: plan.verdict,
-    "options": lambda plan: list(plan.options),
-}
-
-
-def _plan_json(plan: Plan | None, found: Comparison) -> dict[str, Any]:
-    """The plan; where there is none every value is null, and the verdict unknown."""
-    workload = found.subject.workload
-    none = NotKnown("no engine that is modelled runs it")
-    values: dict[str, Any] = {
-        name: None if plan is None else value(plan) for name, value in PLAN_KEYS.items()
-    }
-    values["verdict"] = values["verdict"] or "unknown"
-    decode, prompt = (none, none) if plan is None else (plan.decode, plan.prompt)
-    first = time_to_first_token_s(prompt, decode, workload.longest_prompt_tokens)
-    return (
-        values
-        | _interval("decode_tps", decode, workload.batch_size)
-        | _interval("total_decode_tps", decode, 1)
-        | _interval("prompt_tps", prompt, 1)
-        | _interval("ttft_s", first, 1)
+def sweep_text(found: Sequence[Comparison], model_name: str, host: HostProfile) -> str:
+    """A line a machine, a column a context: the weights' format and tokens per second."""
+    contexts = [_tokens(one) for one in found]
+    rows = [["machine", *(f"{tokens:,}" for tokens in contexts)]]
+    cells = [{row.candidate.name: _swept(row) for row in one.rows} for one in found]
+    rows += [[name, *(column[name] for column in cells)] for name in cells[-1]]
+    lines = [*_header(found[-1], model_name, host)]
+    lines[0] = lines[0].replace(
+        f"{contexts[-1]:,} tokens of context", f"{len(contexts)} lengths of context", 1
     )
+    lines += ["", table(rows, "<" + ">" * len(contexts)), ""]
+    for tokens, one in zip(contexts, found, strict=True):
+        lines += [f"{tokens:,}: {line}" for line in _verdicts(one)]
+    return "\n".join([*lines, "~ is tight, - does not fit"])
 
 
-def _interval(name: str, rate: Rate | NotKnown, number: int) -> dict[str, Any]:
-    """``name`` with ``_low`` and ``_high`` beside it; null with the reason where not known."""
-    if isinstance(rate, NotKnown):
-        missing = dict.fromkeys((name, f"{name}_low", f"{name}_high"))
-        return {**missing, f"{name}_source": None, f"{name}_reason": rate.reason}
-    return {
-        name: _round(rate.best / number),
-        f"{name}_low": _round(rate.low / number),
-        f"{name}_high": _round(rate.high / number),
-        f"{name}_source": f"{rate.basis}: {rate.source}",
-        f"{name}_reason": None,
-    }
+def _tokens(found: Comparison) -> int:
+    assert isinstance(found.subject, Subject)
+    return found.subject.tokens
 
 
-def _round(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
-def compare_csv(found: Comparison) -> str:
-    """A line a machine, the columns of the JSON's plans that are one value."""
-    import csv
-    import io
-
-    rows = [_row_json(row, found) for row in found.rows]
-    flat = [
-        {k: "; ".join(v) if k == "devices" else v for k, v in row.items() if _flat(k, v)}
-        for row in rows
-    ]
-    file = io.StringIO()
-    writer = csv.DictWriter(file, list(flat[0]) if flat else ["machine"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return file.getvalue().rstrip("\n")
-
-
-def _flat(key: str, value: Any) -> bool:
-    return key == "devices" or not isinstance(value, list)
+def _swept(row: Row) -> str:
+    plan = row.plan
+    if plan is None or not plan.runs:
+        return "-"
+    near = "~" if plan.verdict == "tight" else ""
+    return f"{near}{plan.format} {_rate(plan.decode, plan.sequences, interval=False)}"

@@ -36,7 +36,11 @@ def _row(split: Split, batch_size: int) -> list[str]:
 
 
 def _roles(split: Split) -> str:
-    counts = ", ".join(f"{role} {count:,}" for role, count in split.roles.items())
+    wanted = split.role_targets
+    counts = ", ".join(
+        f"{role} {count:,} ({wanted.get(role, 0):,} to predict)"
+        for role, count in split.roles.items()
+    )
     return f"{split.path.name}: tokens by role: {counts}"
 
 
@@ -65,6 +69,7 @@ def _split_json(split: Split, batch_size: int) -> dict[str, Any]:
         "longest_tokens": max((len(e.tokens) for e in split.examples), default=0),
         "supervised_tokens": split.supervised_tokens,
         "tokens_by_role": split.roles,
+        "supervised_tokens_by_role": split.role_targets,
         "padding_share": round(split.padding(batch_size), 4),
         "overlong_lines": list(fitted.overlong_lines),
         "lost_tokens": fitted.lost_tokens,

@@ -3,20 +3,27 @@
 from collections.abc import Iterator
 from typing import Any
 
+from uma.catalog.listed import ListedModel
 from uma.ledger import phase_totals
 from uma.memory.term import MemoryTerm
 from uma.plan.training import Measure, TrainingEstimate
+from uma.plan.training_data import WorstBatch
 from uma.units import format_gib
+from uma.workload import Sharding
 
 
-def training_text(found: TrainingEstimate, model_name: str) -> str:
+def training_text(
+    found: TrainingEstimate, model_name: str, largest_model: ListedModel | None = None
+) -> str:
     """The verdict, the terms, the phases, what fits, and what would help."""
-    return "\n".join(_lines(found, model_name))
+    return "\n".join(_lines(found, model_name, largest_model))
 
 
-def _lines(found: TrainingEstimate, model_name: str) -> Iterator[str]:
+def _lines(
+    found: TrainingEstimate, model_name: str, largest_model: ListedModel | None
+) -> Iterator[str]:
     workload, ledger = found.case.workload, found.ledger
-    yield f"{model_name}: {_method(found)} under {found.case.engine} on {found.case.machine.name}"
+    yield f"{model_name}: {_method(found)} under {_program(found)} on {found.case.machine.name}"
     rows = "1 row" if workload.batch_size == 1 else f"{workload.batch_size} rows"
     yield (
         f"{rows} of {workload.max_seq_length:,} tokens, {workload.optimizer}, "
@@ -37,16 +44,87 @@ def _lines(found: TrainingEstimate, model_name: str) -> Iterator[str]:
     yield ""
     yield "phases: " + ", ".join(f"{name} {format_gib(size)}" for name, size in totals.items())
     fits = [f"{name} {value:,}" for name, value in found.largest.items() if value]
-    yield f"largest that fits, each alone: {', '.join(fits) or 'nothing'}"
-    if found.host_bytes or found.disk_bytes:
-        yield f"host {format_gib(found.host_bytes)}, disk {format_gib(found.disk_bytes)}"
-    if found.sent_bytes:
-        sent = (f"{name} {format_gib(size)}" for name, size in found.sent_bytes.items())
-        yield f"each device sends in a step: {', '.join(sent)}"
+    fitting = ", ".join(fits) or "nothing"
+    if largest_model is not None:
+        fitting += f", model {largest_model.name}"
+    yield f"largest that fits, each alone: {fitting}"
+    yield from _places(found)
+    if found.data is not None:
+        yield from _data(found.data)
+    if found.measures:
+        enough = found.left_bytes <= found.case.room_bytes
+        yield "what makes it fit:" if enough else "what helps, but is not enough:"
     for measure in found.measures:
         yield f"  {measure.name}: saves {format_gib(measure.saves_bytes)}; time: {measure.cost}"
         yield f"    {' '.join(measure.options)}"
     yield from (f"note: {note}" for note in found.notes)
+
+
+def _program(found: TrainingEstimate) -> str:
+    if found.case.engine == "torch":
+        return "torch"
+    if found.case.workload.sharding.zero_stage:
+        return "mlx, fully_shard"
+    return "mlx_lm.lora" if found.case.trainer == "mlx_lm" else "uma lora train"
+
+
+def _places(found: TrainingEstimate) -> Iterator[str]:
+    """Where state lies, for one device and for all, and what is sent."""
+    spread, places = found.case.workload.sharding, found.places
+    if spread.devices > 1 or places.host_bytes or places.disk_bytes:
+        yield f"state of one of {spread.devices} devices ({_spread(spread)}): " + ", ".join(
+            f"{format_gib(size)} {where}"
+            for where, size in (
+                ("on it", places.device_bytes),
+                ("on the host", places.host_bytes),
+                ("on the disk", places.disk_bytes),
+            )
+            if size
+        )
+    if (found.host_bytes or found.disk_bytes) and spread.devices > 1:
+        host, disk = format_gib(found.host_bytes), format_gib(found.disk_bytes)
+        yield f"of all devices: {host} on the host, {disk} on the disk"
+    if places.sent_bytes:
+        sent = (f"{name} {format_gib(size)}" for name, size in places.sent_bytes.items())
+        yield f"each device sends for an update: {', '.join(sent)}"
+
+
+def _spread(spread: Sharding) -> str:
+    """How the devices share the work.
+
+    >>> _spread(Sharding(data=16, zero_stage=3, shard_group=8, fsdp=True))
+    'data 16, FSDP in groups of 8'
+    """
+    degrees = ("data", "tensor", "pipeline", "sequence")
+    words = [f"{name} {getattr(spread, name)}" for name in degrees if getattr(spread, name) > 1]
+    if spread.fsdp:
+        words.append(f"FSDP in groups of {spread.shard_group}" if spread.shard_group else "FSDP")
+    elif spread.zero_stage:
+        words.append(f"ZeRO {spread.zero_stage}")
+    return ", ".join(words) or "no sharding"
+
+
+def _data(data: WorstBatch) -> Iterator[str]:
+    lengths, batches = data.lengths, data.batches
+    cut, lost = lengths.cut(data.max_seq_length)
+    yield (
+        f"data: {len(lengths.tokens):,} rows, {lengths.total:,} tokens; half have up to "
+        f"{lengths.at(0.5):,}, 95 % up to {lengths.at(0.95):,}, the longest {lengths.longest:,} "
+        f"(line {lengths.longest_line})"
+    )
+    packed = "packed " if data.packed else ""
+    yield (
+        f"  {batches.count:,} {packed}batches a pass, {batches.padding_share:.0%} padding; the "
+        f"worst: {data.rows} x {data.tokens:,} tokens, which is what is estimated"
+    )
+    if cut:
+        share = lost / lengths.total
+        yield (
+            f"  {cut:,} rows are longer than {data.max_seq_length:,} tokens and are cut: {lost:,} "
+            f"tokens lost ({share:.1%}); that is no lack of memory"
+        )
+    if lengths.problems:
+        yield f"  {lengths.problems:,} rows cannot be used: uma lora check lists them"
 
 
 def _method(found: TrainingEstimate) -> str:
@@ -62,7 +140,9 @@ def _checkpointing(every: int) -> str:
     return "every layer checkpointed" if every == 1 else f"a checkpoint every {every} layers"
 
 
-def training_json(found: TrainingEstimate, model: dict[str, Any]) -> dict[str, Any]:
+def training_json(
+    found: TrainingEstimate, model: dict[str, Any], largest_model: ListedModel | None = None
+) -> dict[str, Any]:
     """The document of ``uma estimate --train --json``."""
     case, ledger = found.case, found.ledger
     workload, needed = case.workload, ledger.predicted_peak_bytes
@@ -71,6 +151,7 @@ def training_json(found: TrainingEstimate, model: dict[str, Any]) -> dict[str, A
         "model": model,
         "machine": {"name": case.machine.name, "kind": case.machine.kind},
         "engine": case.engine,
+        "trainer": case.trainer if case.engine == "mlx" else None,
         "workload": {
             "method": workload.method,
             "rank": None if workload.method == "full" else workload.rank,
@@ -85,6 +166,7 @@ def training_json(found: TrainingEstimate, model: dict[str, Any]) -> dict[str, A
             "loss": workload.loss,
             "attention": workload.attention,
             "mem_kind": workload.mem_kind,
+            "precision": "mixed" if case.settings.weight_width == 4 else "16-bit",
         },
         "trainable_parameters": found.trainable_parameters,
         "terms": [_term_json(term) for term in ledger.terms],
@@ -93,14 +175,60 @@ def training_json(found: TrainingEstimate, model: dict[str, Any]) -> dict[str, A
         "phases": {f"{k}_bytes": v for k, v in phase_totals(ledger.terms).items()},
         "budget_bytes": ledger.budget_bytes,
         "limit_bytes": ledger.limit_bytes,
-        "host_bytes": found.host_bytes,
-        "disk_bytes": found.disk_bytes,
-        "sent_bytes": found.sent_bytes,
+        "sharding": _sharding_json(found),
         "headroom_bytes": (ledger.budget_bytes or 0) - needed,
         "verdict": ledger.verdict,
-        "largest": found.largest,
+        "largest": {**found.largest, "model": largest_model and largest_model.name},
+        "measures_suffice": found.left_bytes <= case.room_bytes,
         "measures": [_measure_json(measure) for measure in found.measures],
+        "data": None if found.data is None else _data_json(found.data),
         "notes": list(found.notes),
+    }
+
+
+def _sharding_json(found: TrainingEstimate) -> dict[str, Any]:
+    """State by where it lies, for one device and for all; what one device sends, by cause."""
+    spread, places = found.case.workload.sharding, found.places
+    return {
+        "devices": spread.devices,
+        "data": spread.data,
+        "tensor": spread.tensor,
+        "pipeline": spread.pipeline,
+        "sequence": spread.sequence,
+        "zero_stage": spread.zero_stage,
+        "fsdp": spread.fsdp,
+        "shard_group": spread.shard_group or None,
+        "offload_optimizer": spread.offload_optimizer or None,
+        "offload_parameters": spread.offload_parameters or None,
+        "device_state_bytes": places.device_bytes,
+        "device_host_bytes": places.host_bytes,
+        "device_disk_bytes": places.disk_bytes,
+        "host_bytes": found.host_bytes,
+        "disk_bytes": found.disk_bytes,
+        "host_room_bytes": found.host_room_bytes,
+        "sent_bytes": places.sent_bytes,
+    }
+
+
+def _data_json(data: WorstBatch) -> dict[str, Any]:
+    lengths, batches = data.lengths, data.batches
+    cut, lost = lengths.cut(data.max_seq_length)
+    return {
+        "rows": len(lengths.tokens),
+        "unusable_rows": lengths.problems,
+        "tokens": lengths.total,
+        "median_tokens": lengths.at(0.5),
+        "p95_tokens": lengths.at(0.95),
+        "longest_tokens": lengths.longest,
+        "longest_line": lengths.longest_line,
+        "max_seq_length": data.max_seq_length,
+        "truncated_rows": cut,
+        "truncated_tokens": lost,
+        "packed": data.packed,
+        "batches": batches.count,
+        "padding_share": batches.padding_share,
+        "worst_batch_rows": data.rows,
+        "worst_batch_tokens": data.tokens,
     }
 
 

@@ -47,10 +47,10 @@ def convert_folder(
         parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out_dir.name[:80]}.", dir=parent))
         try:
-            shards = _Shards(temporary)
+            shards = Shards(temporary)
             materialize(model, folder, [*convert, shards.take], progress)
             shards.finish(model)
-            _write_others(folder, temporary, model, _config(config, quantization, shards))
+            write_others(folder, temporary, model, _config(config, quantization, shards))
             temporary.chmod(0o755)
             temporary.rename(out_dir)
         except BaseException:
@@ -68,7 +68,7 @@ def convert_folder(
 
 
 @dataclass(slots=True)
-class _Shards:
+class Shards:
     """Weight files under provisional names, and what is still to be written."""
 
     folder: Path
@@ -127,7 +127,7 @@ class _Shards:
 _ONLY_FILE = "model.safetensors"
 
 
-def _write_others(folder: Path, out_dir: Path, model: nn.Module, config: dict[str, Any]) -> None:
+def write_others(folder: Path, out_dir: Path, model: nn.Module, config: dict[str, Any]) -> None:
     """Configuration and tokenizer, as ``mlx_lm.utils.save`` (0.32.2) writes them."""
     from mlx_lm.utils import save_config
 
@@ -140,7 +140,7 @@ def _write_others(folder: Path, out_dir: Path, model: nn.Module, config: dict[st
 
 
 def _config(
-    config: dict[str, Any], quantization: Quantization | None, shards: _Shards
+    config: dict[str, Any], quantization: Quantization | None, shards: Shards
 ) -> dict[str, Any]:
     """``config.json`` with its ``quantization``, and in that the modules that differ from it.
 

@@ -55,7 +55,7 @@ def quantizer(model: nn.Module, quantization: Quantization) -> Convert:
     predicate = getattr(model, "quant_predicate", None)
 
     def convert(path: str, module: nn.Module) -> nn.Module:
-        module = _dense(module, None)
+        module = as_dense(module, None)
         if not hasattr(module, "to_quantized"):
             return module
         if module.weight.shape[-1] % quantization.group_size != 0:
@@ -63,14 +63,14 @@ def quantizer(model: nn.Module, quantization: Quantization) -> Convert:
         verdict = True if predicate is None else predicate(path, module)
         if not verdict:
             return module
-        return _quantized(
+        return as_quantized(
             module, verdict if isinstance(verdict, dict) else quantization.to_config()
         )
 
     return convert
 
 
-def _quantized(module: Any, options: dict[str, Any]) -> Any:
+def as_quantized(module: Any, options: dict[str, Any]) -> Any:
     """The module quantized; in slices of rows where MLX's CPU backend would take 20 times the size.
 
     It composes mxfp4, mxfp8 and nvfp4 from array operations (mlx 0.32.4, ``ops.cpp``,
@@ -94,7 +94,7 @@ def _quantized(module: Any, options: dict[str, Any]) -> Any:
 
 def to_float32(_: str, module: nn.Module) -> nn.Module:
     """The module with every parameter in float32, quantized matrices dequantized."""
-    module = _dense(module, mx.float32)
+    module = as_dense(module, mx.float32)
     module.set_dtype(mx.float32)
     if mx.default_device() == mx.cpu and type(module) in _OF_ONE_TOKEN:
         module.__class__ = _OF_ONE_TOKEN[type(module)]
@@ -164,7 +164,7 @@ _OF_ONE_TOKEN: dict[type, type] = {
 }
 
 
-def _dense(module: Any, dtype: mx.Dtype | None) -> Any:
+def as_dense(module: Any, dtype: mx.Dtype | None) -> Any:
     """A quantized module as its full-precision class with equal values; others unchanged."""
     dense: Any = next((new for old, new in _dense_classes() if type(module) is old), None)
     if dense is None:

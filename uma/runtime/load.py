@@ -82,7 +82,7 @@ def load(
     if dequantize_to is not None:
         convert.append(to_float32)
     materialize(model, folder, convert, progress)
-    adapter_bytes = 0 if adapter_path is None else _add_adapter(model, adapter_path)
+    adapter_bytes = 0 if adapter_path is None else add_adapter(model, adapter_path)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -219,18 +219,34 @@ def _at(model: nn.Module, path: str) -> Any:
     return node
 
 
-def _add_adapter(model: nn.Module, adapter_path: Path) -> int:
-    """Put a LoRA, DoRA or fully tuned adapter on the model; its bytes."""
+def add_adapter(model: nn.Module, adapter_path: Path) -> int:
+    """Put a LoRA, DoRA or fully tuned adapter on the model; its bytes.
+
+    Raises:
+        CheckpointError: If the folder holds no adapter of mlx-lm's, or one of another model.
+    """
     from mlx_lm.utils import load_adapters
 
     before = weights_bytes(model)
     try:
+        _require_own_format(adapter_path / "adapter_config.json")
         load_adapters(model, str(adapter_path))
-    except (OSError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"the adapter {adapter_path} cannot be used: {error}") from error
     model.eval()
     mx.eval(model.parameters())
     return weights_bytes(model) - before
+
+
+def _require_own_format(config: Path) -> None:
+    """mlx-lm 0.32.2 takes a PEFT adapter for its own, and fails for want of ``num_layers``."""
+    found = json.loads(config.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{config.name} is no JSON object")
+    if "peft_type" in found:
+        raise ValueError(
+            "it is PEFT's; make it mlx-lm's: uma lora import MODEL --adapter-path FOLDER -o NEW"
+        )
 
 
 def open_tokenizer(folder: Path, config: dict[str, Any], trust_remote_code: bool = False) -> Any:

@@ -1,6 +1,7 @@
 """How fast: tokens per second of prompts and of generated text, as intervals."""
 
-from uma.speed.decode import JACCL, RING, Host, Link, Streamed, decode_tps, speculative_tps
+from uma.speed.decode import Host, Streamed, decode_tps, speculative_tps
+from uma.speed.links import JACCL, RING, Link
 from uma.speed.prefill import prompt_tps, time_to_first_token_s
 from uma.speed.processor import Processor, processors_of
 from uma.speed.rate import Calibration, NotKnown, Rate, Split

@@ -8,6 +8,7 @@ from uma.architecture.layers import Architecture
 from uma.errors import UsageError
 from uma.memory.reads import WeightReads
 from uma.speed.fitted import seconds, term_units
+from uma.speed.links import Link, over
 from uma.speed.processor import Processor
 from uma.speed.rate import Calibration, NotKnown, Rate, Split, fit_of, rate
 from uma.speed.work import Work, decode_work
@@ -38,26 +39,6 @@ class Streamed:
 
     size_bytes: float
     bytes_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What joins machines: the time of a message without content, and its rate."""
-
-    latency_s: float
-    bytes_per_s: float
-
-    def message_s(self, size_bytes: float) -> float:
-        return self.latency_s + size_bytes / self.bytes_per_s
-
-
-# Two Macs over Thunderbolt 5: MLX's JACCL (RDMA, macOS 26.2) as measured between an M3 Ultra and an
-# M5 Max, 27 to 31 us and 6.1 to 6.5 GB/s (github.com/jundot/omlx/pull/3118); the ring over TCP with
-# half of 0.38 to 0.95 ms (github.com/exo-explore/exo/issues/2295), 3 GB/s
-# (github.com/ml-explore/mlx-lm/pull/1905, over USB4).
-JACCL = Link(29e-6, 6.3e9)
-RING = Link(0.33e-3, 3e9)
-ALL_REDUCES = 2  # of a layer whose matrices are split: after attention, after the feed-forward part
 
 
 def decode_tps(
@@ -105,20 +86,26 @@ def decode_tps(
     whole = len(architecture.layers)
     moved = host.layers / whole if host is not None and host.whole else 0.0
     work = work_of(reads).of_layers(1 - moved)
-    sent = 2 * architecture.hidden_size * work.tokens
-    message_s = None if link is None else link.message_s(sent)
-    times = [device_seconds(engine, work, processors, split, shares, message_s, fused=flash_attn)]
+    beside = 0.0 if streamed is None else streamed.size_bytes / streamed.bytes_per_s
     if host is not None:
         on_host = replace(work_of(host.reads).of_layers(moved), layers=host.layers)
-        times.append(device_seconds(engine, on_host, [host.processor], fused=flash_attn))
-    total = 0.0 if streamed is None else streamed.size_bytes / streamed.bytes_per_s
-    for time in times:
+        time = device_seconds(engine, on_host, [host.processor], fused=flash_attn)
         if isinstance(time, NotKnown):
             return time
-        total += time
+        beside += time
     slowest = processors[0] if host is None else host.processor
-    tokens = batch_size * tokens_each
-    return rate(tokens, total, fit_of("decode", engine, slowest), calibration, slowest.notes)
+
+    def rate_over(link: Link | None) -> Rate | NotKnown:
+        time = device_seconds(engine, work, processors, split, shares, fused=flash_attn, link=link)
+        if isinstance(time, NotKnown):
+            return time
+        fit, tokens = fit_of("decode", engine, slowest), batch_size * tokens_each
+        found = rate(tokens, beside + time, fit, calibration, slowest.notes)
+        if slowest.reads_bytes_per_s is None or isinstance(found, NotKnown) or calibration:
+            return found
+        return replace(found, source=f"{found.source}, at the bandwidth measured on this machine")
+
+    return over(link, rate_over)
 
 
 def device_seconds(
@@ -127,11 +114,11 @@ def device_seconds(
     processors: Sequence[Processor],
     split: Split = "layer",
     shares: Sequence[float] = (),
-    message_s: float | None = None,
     *,
     fused: bool,
+    link: Link | None = None,
 ) -> float | NotKnown:
-    """The time of one step on these processors, ``message_s`` from one to another."""
+    """The time of one step on these processors, with what they send each other."""
     count = len(processors)
     parts = shares or [1 / count] * count
     times: list[float] = []
@@ -144,13 +131,19 @@ def device_seconds(
         if split == "row":  # every layer has its kernels on every device
             own = replace(own, layers=work.layers, expert_layers=work.expert_layers)
         units = term_units("decode", own, processor, fused=fused, flops_per_byte=fit.flops_per_byte)
+        if processor.reads_bytes_per_s is not None:
+            assert processor.bandwidth_bytes_per_s is not None
+            reached = processor.bandwidth_bytes_per_s / processor.reads_bytes_per_s
+            units["memory"] *= reached / fit.terms["memory"]
         times.append(seconds(fit, units))
         terms = fit.terms
     if split == "row":
-        each = terms.get("shared_layers", 0.0) if message_s is None else ALL_REDUCES * message_s
-        return max(times) + each * work.layers * log2(count)
-    each = terms.get("boundary", 0.0) if message_s is None else message_s
-    return sum(times) + each * (count - 1)
+        if link is not None:
+            return max(times) + link.tensor_s(work.hidden_bytes, count, work.layers)
+        return max(times) + terms.get("shared_layers", 0.0) * work.layers * log2(count)
+    if link is not None:
+        return sum(times) + link.pipeline_s(work.hidden_bytes, count)
+    return sum(times) + terms.get("boundary", 0.0) * (count - 1)
 
 
 def speculative_tps(

@@ -1,4 +1,4 @@
-"""Coefficients by engine and class of device, fitted to public measurements.
+"""Coefficients of engines, nearly all the same on every GPU, fitted to public measurements.
 
 ``scripts/fit_speed.py`` writes ``uma/data/speed.csv``; ``docs/speed.md`` says how well they hold.
 """
@@ -17,7 +17,6 @@ Quantity = Literal["decode", "prefill", "training"]
 
 TERMS = (
     "memory",  # of the time that weights, and a cache that one kernel reads, take at the bandwidth
-    "experts",  # the same for routed experts, on top
     "vector",  # operations at the vector rate for each byte of weights: loading, unpacking (decode)
     "matrix",  # of the time that the FLOPs of prompts, and of sequences beside one, take
     "attention",  # of the time that the FLOPs of attention take in training
@@ -26,13 +25,17 @@ TERMS = (
     "dequantize",  # of the time that the weights take in 16 bits at the bandwidth, each pass
     "layers",  # seconds for each layer of a pass
     "expert_layers",  # seconds for each layer with experts, on top
-    "unfused",  # seconds for each FLOP of attention in decode, where scores are stored
-    "unfused_cache",  # of the time that the cache takes at the bandwidth, where they are
-    "scores",  # of the time that the scores of a prompt take at the bandwidth, where stored
+    "unfused_cache",  # the same for the cache, on top, where no one kernel computes attention
+    "scores",  # of the time that the scores of attention take at the bandwidth, where stored
     "boundary",  # seconds from one device to the next, whole layers on each
     "shared_layers",  # seconds for each layer and doubling of the devices, every matrix split
     "pipeline",  # part of the time saved by a pipeline of devices that is lost again (prompts)
 )
+STARTED = ("layers", "expert_layers")
+HOST_BOUND = ("transformers",)  # without CUDA graphs, which vLLM and llama.cpp have
+# A kernel of fused attention reaches about half the rate of products of matrices: of an A100's peak
+# 50 to 73 % (Dao 2023, arXiv:2307.08691), without the masked half that it computes in part.
+FUSED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,24 +106,39 @@ def term_units(
     }
     if quantity == "prefill":
         assert matrix is not None
+        # Vulkan's and Metal's kernels unpack weights within their products (llama.cpp b11434,
+        # ``mul_mm.comp``, ``kernel_mul_mm``); CUDA wrote them out in 16 bits for cuBLAS.
+        unpacked = work.dequantized_bytes if processor.device == "card" else 0.0
         return units | {
             "memory": work.weights_bytes * work.passes / bandwidth,
-            "matrix": (work.flops + work.attention_flops) / matrix,
-            "dequantize": work.dequantized_bytes * work.passes / bandwidth,
+            "matrix": (work.flops + (FUSED if fused else 1) * work.attention_flops) / matrix,
+            "dequantize": unpacked * work.passes / bandwidth,
             "scores": 0.0 if fused else work.score_bytes / bandwidth,
         }
     vector = processor.vector_flops_per_s or flops_per_byte * bandwidth
     beside = 1 - 1 / work.tokens
     return units | {
-        "memory": (work.weights_bytes + (work.cache_bytes if fused else 0)) / bandwidth,
-        "experts": work.expert_bytes / bandwidth,
+        "memory": (work.weights_bytes + work.cache_bytes) / bandwidth,
         "vector": work.weights_bytes / vector if vector else 0.0,
         "matrix": work.flops * beside / matrix if matrix else 0.0,
-        "unfused": 0.0 if fused else work.attention_flops,
         "unfused_cache": 0.0 if fused else work.cache_bytes / bandwidth,
+        "scores": 0.0 if fused else work.score_bytes / bandwidth,
     }
 
 
 def seconds(fit: Coefficients, units: Mapping[str, float]) -> float:
     """The time that a fit gives to these units."""
-    return sum(value * units.get(name, 0.0) for name, value in fit.terms.items())
+    parts = {name: value * units.get(name, 0.0) for name, value in fit.terms.items()}
+    return together(fit.quantity, fit.engine, parts)
+
+
+def together(quantity: str, engine: str, parts: Mapping[str, float]) -> float:
+    """The time of a pass whose parts take so long.
+
+    They add up, but where Python starts every kernel: it runs ahead of the device, which waits for
+    it or works as it comes (``HOST_BOUND``).
+    """
+    started = sum(parts.get(name, 0.0) for name in STARTED)
+    if quantity == "decode" and engine in HOST_BOUND:
+        return max(started, sum(parts.values()) - started)
+    return sum(parts.values())

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from uma.architecture.layers import Architecture
 from uma.memory.reads import WeightReads
 from uma.speed.fitted import seconds, term_units
+from uma.speed.links import Link, over
 from uma.speed.processor import Processor
-from uma.speed.rate import Calibration, NotKnown, Rate, fit_of, rate
+from uma.speed.rate import Calibration, NotKnown, Rate, Split, fit_of, rate
 from uma.speed.work import Work, prompt_work
 from uma.workload import Engine
 
@@ -29,6 +30,8 @@ def prompt_tps(
     quantized: bool = True,
     shares: Sequence[float] = (),
     pipelined: bool = True,
+    split: Split = "layer",
+    link: Link | None = None,
     calibration: Calibration | None = None,
 ) -> Rate | NotKnown:
     """Tokens per second of a prompt of ``prompt_tokens`` behind ``cached_tokens``.
@@ -37,6 +40,8 @@ def prompt_tps(
         pass_tokens (int, optional): ``--prefill-step-size`` or ``-ub``. Default: the engine's.
         quantized (bool): Whether the weights are kept in fewer than 16 bits.
         shares (Sequence[float]): Of the layers, by device. Default: equal.
+        split (Split): ``row`` lets the devices work at once, each on a part of every matrix.
+        link (Link, optional): Between machines. Default: cards of one machine, as measured.
     """
     work = prompt_work(
         architecture,
@@ -47,12 +52,26 @@ def prompt_tps(
         cached_tokens=cached_tokens,
         batch_size=batch_size,
         quantized=quantized,
+        tile_tokens=processors[0].tile_tokens,
     )
-    time = pipeline_seconds(engine, work, processors, shares, fused=flash_attn, pipelined=pipelined)
-    if isinstance(time, NotKnown):
-        return time
     first = processors[0]
-    return rate(work.tokens, time, fit_of("prefill", engine, first), calibration, first.notes)
+
+    def rate_over(link: Link | None) -> Rate | NotKnown:
+        time = pipeline_seconds(
+            engine,
+            work,
+            processors,
+            shares,
+            fused=flash_attn,
+            pipelined=pipelined,
+            split=split,
+            link=link,
+        )
+        if isinstance(time, NotKnown):
+            return time
+        return rate(work.tokens, time, fit_of("prefill", engine, first), calibration, first.notes)
+
+    return over(link, rate_over)
 
 
 def pipeline_seconds(
@@ -63,8 +82,10 @@ def pipeline_seconds(
     *,
     fused: bool,
     pipelined: bool = True,
+    split: Split = "layer",
+    link: Link | None = None,
 ) -> float | NotKnown:
-    """The time of all passes, each device with its layers.
+    """The time of all passes, each device with its layers, or with its part of every matrix.
 
     Passes follow each other through the devices (llama.cpp since pull request 6017): the slowest
     device works all the time, the others before the first pass and after the last.
@@ -80,6 +101,10 @@ def pipeline_seconds(
         times.append(seconds(fit, units))
         lost = fit.terms.get("pipeline", 0.0)
     one_after_another = sum(times)
+    if link is not None:  # mlx-lm ends each pass with a message to all: no pass overtakes another
+        if split == "row":
+            return max(times) + work.passes * link.tensor_s(work.hidden_bytes, count, work.layers)
+        return one_after_another + work.passes * link.pipeline_s(work.hidden_bytes, count)
     if not pipelined:
         return one_after_another
     at_once = max(times) * (1 - 1 / work.passes) + one_after_another / work.passes

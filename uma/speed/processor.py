@@ -5,21 +5,23 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from uma.catalog import Chip, Gpu, bytes_per_s, find_chips
+from uma.catalog import Chip, Gpu, bytes_per_s, find_chips, gpus, unified_machines
 from uma.errors import UnknownName, UsageError
+from uma.machine.calibration import Calibration
 from uma.machine.facts import Device, Machine
 from uma.machine.names import find
 
 DeviceClass = Literal["apple", "card", "unified", "cpu"]
-"""Apple's GPUs, cards, GPUs of other machines with one memory, and cores of a CPU."""
+"""Apple's GPUs; NVIDIA's, on cards or beside one memory, and other cards; AMD's beside one memory;
+cores of a CPU."""
 
 _TERA = 10**12
 
 OTHER_VENDOR = "its speed is taken as that of NVIDIA's cards, which alone were measured"
 
-# Dense 16-bit rate of tensor cores where the catalog has that of the other units. GB10: an eighth
-# of NVIDIA's 1 PFLOP of sparse FP4 (DGX Spark's page), as on RTX 5070 with its cores (gpus.csv).
-TENSOR_FLOPS = (("GB10", 125 * _TERA),)
+# What GPUs of one memory were measured to read of the vendor's bandwidth, where a machine's own
+# figure is not known: 212 of 256 GB/s, 231.8 of 273 (``bandwidth.csv``, Strix Halo and GB10).
+STREAMED = 0.84
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,10 @@ class Processor:
     ``vector_flops_per_s`` are in float32, of the units that multiply a matrix with a vector.
     ``matrix_flops_per_s`` are dense, in 16 bits, of the fastest units that a prompt can use: on
     cards they accumulate in 16 bits too, as llama.cpp's do; ``training_flops_per_s`` accumulate in
-    32. ``link_bytes_per_s`` joins it with others of its kind, in one direction.
+    32. ``link_bytes_per_s`` joins it with others of its kind, in one direction. ``one_memory`` says
+    that the host's cores share its memory, whose bandwidth is then what was measured, if it was.
+    ``reads_bytes_per_s`` is what a kernel reached on this very machine (``uma doctor``): it takes
+    the place of the part of the bandwidth that its class reaches.
     """
 
     device: DeviceClass
@@ -40,6 +45,17 @@ class Processor:
     training_flops_per_s: int | None = None
     link_bytes_per_s: int | None = None
     notes: tuple[str, ...] = ()
+    one_memory: bool = False
+    reads_bytes_per_s: int | None = None
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens that a product of an expert's matrix is computed for at least, in a long prompt.
+
+        llama.cpp b11434: ``ggml-cuda/mmq.cuh``, ``get_mmq_x_max_host``; ``ggml-vulkan.cpp``,
+        ``l_warptile``. Metal's tiles are small.
+        """
+        return 128 if self.device in ("card", "unified") else 1
 
 
 def processors_of(machine: Machine) -> tuple[Processor, ...]:
@@ -49,12 +65,40 @@ def processors_of(machine: Machine) -> tuple[Processor, ...]:
     bandwidth = machine.bandwidth_bytes_per_s
     if machine.backend == "metal":
         bins = _bins(machine.chip, machine.gpu_cores)
-        return (replace(apple_processor(bins), bandwidth_bytes_per_s=bandwidth),)
+        reads = _measured(machine.calibration)
+        found = replace(apple_processor(bins), bandwidth_bytes_per_s=bandwidth)
+        return (found if reads is None else replace(found, reads_bytes_per_s=reads),)
     if machine.kind == "unified":
-        tensor = next((rate for chip, rate in TENSOR_FLOPS if chip in (machine.chip or "")), None)
-        flops = tensor or machine.flops_per_s
-        return (Processor("unified", machine.name, bandwidth, None, flops, machine.flops_per_s),)
+        return (shared_processor(machine),)
     return (host_processor(machine, bandwidth),)
+
+
+def _measured(calibration: Calibration | None) -> int | None:
+    """The bandwidth of the GPU, if it was measured while nothing else was busy."""
+    if calibration is None or calibration.device != "gpu" or calibration.busy:
+        return None
+    return calibration.bandwidth_bytes_per_s
+
+
+def shared_processor(machine: Machine) -> Processor:
+    """The GPU of a machine with one memory that is no Mac, with what the catalog knows of it."""
+    rows = [row for row in unified_machines() if row.chip == machine.chip]
+    nvidia = any(row.vendor == "NVIDIA" for row in rows)
+    achieved = _same(row.achieved_gb_per_s for row in rows)
+    bandwidth = machine.bandwidth_bytes_per_s
+    if achieved is not None:
+        bandwidth = bytes_per_s(achieved)
+    elif bandwidth is not None:
+        bandwidth = round(STREAMED * bandwidth)
+    return Processor(
+        "card" if nvidia else "unified",
+        machine.name,
+        bandwidth,
+        _flops(_same(row.fp32_tflops for row in rows)),
+        _flops(_same(row.fp16_tflops for row in rows)) or machine.flops_per_s,
+        machine.flops_per_s,
+        one_memory=True,
+    )
 
 
 def host_processor(machine: Machine, bandwidth_bytes_per_s: int | None) -> Processor:
@@ -80,6 +124,7 @@ def apple_processor(bins: Iterable[Chip]) -> Processor:
         _flops(vector),
         _flops(neural or vector),
         _flops(neural or vector),
+        one_memory=True,
     )
 
 
@@ -103,6 +148,11 @@ def card_processor(device: Device) -> Processor:
 @cache
 def _listed_card(name: str) -> Gpu | None:
     """The catalog's row of a card, under its own name or its driver's."""
+    row: object = next((one for one in gpus() if one.name == name), None)
+    if isinstance(row, Gpu):
+        return row
+    if any(one.chip == name for one in unified_machines()):
+        return None  # to look for names that are like it would take longer
     try:
         row = find(name).entries[0].row
     except (UnknownName, UsageError):

@@ -13,6 +13,7 @@ from uma.architecture.layers import (
     Mixer,
     Recurrent,
 )
+from uma.architecture.remembered import remembered
 from uma.engines.llama_cpp_cache import ignores_window, window_of
 from uma.memory.reads import WeightReads, experts_of
 from uma.workload import Engine
@@ -24,10 +25,11 @@ FLOAT32 = 4  # llama.cpp keeps scores of attention between its kernels in it, en
 class Work:
     """Of one step with ``tokens`` tokens, or of a prompt of as many in ``passes`` passes.
 
-    ``weights_bytes`` and ``expert_bytes``, which are part of them, are read in every pass;
-    ``dequantized_bytes`` is what their numbers take in 16 bits, 0 where they are kept in those.
+    ``weights_bytes`` are read in every pass; ``dequantized_bytes`` is what their numbers take in
+    16 bits, 0 where they are kept in those.
     ``cache_bytes`` are keys and values read, ``attention_flops`` those of attention, ``flops``
-    all others. ``score_bytes`` is what the scores of attention take where they are stored.
+    all others. ``score_bytes`` is what the scores of attention take where they are stored, and
+    ``hidden_bytes`` what the hidden states of one pass take in 16 bits.
     """
 
     tokens: int
@@ -35,25 +37,26 @@ class Work:
     layers: float
     expert_layers: float
     weights_bytes: float
-    expert_bytes: float
     dequantized_bytes: float
     flops: float
     attention_flops: float
     score_bytes: float
     cache_bytes: float
+    hidden_bytes: float
 
     def part(self, share: float) -> "Work":
         """The work of ``share`` of all layers, 0 to 1, if layers are alike."""
         return replace(
             self.of_layers(share),
             weights_bytes=self.weights_bytes * share,
-            expert_bytes=self.expert_bytes * share,
             dequantized_bytes=self.dequantized_bytes * share,
             flops=self.flops * share,
         )
 
     def of_layers(self, share: float) -> "Work":
         """The same weights, with attention, cache and kernels of ``share`` of all layers."""
+        if share == 1:
+            return self
         return replace(
             self,
             layers=self.layers * share,
@@ -80,7 +83,7 @@ def decode_work(
     verified. ``kv_bits`` are those of one cached number, scales included.
     """
     tokens = batch_size * tokens_each
-    cached = sum(_cached(m, engine, architecture, context_tokens) for m in _mixers(architecture))
+    cached = _cached_elements(architecture, engine, context_tokens)
     scored = attention_elements(architecture, engine, context_tokens)
     return Work(
         tokens=tokens,
@@ -88,12 +91,12 @@ def decode_work(
         layers=len(architecture.layers),
         expert_layers=_expert_layers(architecture),
         weights_bytes=reads.size_bytes(tokens),
-        expert_bytes=reads.expert_bytes(tokens),
         dequantized_bytes=0,
         flops=2 * reads.active_elements * tokens,
         attention_flops=2 * scored * tokens,
-        score_bytes=0,
+        score_bytes=_scored_heads(architecture, engine, context_tokens) * tokens * FLOAT32,
         cache_bytes=(cached * kv_bits / 8 + _state_bytes(architecture)) * batch_size,
+        hidden_bytes=2 * architecture.hidden_size * tokens,
     )
 
 
@@ -107,8 +110,11 @@ def prompt_work(
     cached_tokens: int = 0,
     batch_size: int = 1,
     quantized: bool = True,
+    tile_tokens: int = 1,
 ) -> Work:
     """Prompts of ``prompt_tokens`` behind ``cached_tokens``, ``pass_tokens`` in each pass.
+
+    An expert multiplies whole tiles of ``tile_tokens`` tokens, however few have chosen it.
 
     The head runs for the last token alone: mlx-lm evaluates only the caches of a chunk
     (``generate.py``, ``generate_step``), llama.cpp only asked-for logits (``llama-context.cpp``).
@@ -117,30 +123,37 @@ def prompt_work(
     size = min(tokens, pass_tokens)
     middle = cached_tokens + prompt_tokens / 2
     scored = attention_elements(architecture, engine, middle) * tokens
-    heads = sum(
-        m.num_attention_heads * min(middle, _window(m, engine, architecture) or middle)
-        for m in _mixers(architecture)
-        if not isinstance(m, Recurrent)
-    )
+    heads = _scored_heads(architecture, engine, middle)
     return Work(
         tokens=tokens,
         passes=ceil(tokens / size),
         layers=len(architecture.layers),
         expert_layers=_expert_layers(architecture),
         weights_bytes=reads.size_bytes(size),
-        expert_bytes=reads.expert_bytes(size),
         dequantized_bytes=2 * reads.all_elements if quantized else 0,
-        flops=2 * (reads.active_elements - reads.head_elements) * tokens,
+        flops=2 * (_multiplied(reads, size, tile_tokens) - reads.head_elements) * tokens,
         attention_flops=2 * scored,
         score_bytes=heads * tokens * FLOAT32,
         cache_bytes=0,
+        hidden_bytes=2 * architecture.hidden_size * size,
     )
+
+
+def _multiplied(reads: WeightReads, tokens: int, tile_tokens: int) -> float:
+    """Numbers that a token of a pass with ``tokens`` is multiplied with, and empty places with."""
+    total = reads.elements
+    for one in reads.experts:
+        chosen = one.num_experts * one.share(tokens)
+        each = tokens * one.num_experts_per_tok / chosen
+        total += one.elements * one.share(1) * ceil(each / tile_tokens) * tile_tokens / each
+    return total
 
 
 def _mixers(architecture: Architecture) -> list[Mixer]:
     return [mixer for layer in architecture.layers for mixer in layer.mixers]
 
 
+@remembered
 def _expert_layers(architecture: Architecture) -> int:
     layers = range(len(architecture.layers))
     return sum(experts_of(architecture, layer) is not None for layer in layers)
@@ -154,6 +167,7 @@ def _window(
     return window_of(mixer, ignored)
 
 
+@remembered
 def attention_elements(architecture: Architecture, engine: Engine, tokens: float) -> float:
     """Products of one query with ``tokens`` keys, and of their scores with the values."""
     total = 0.0
@@ -165,10 +179,25 @@ def attention_elements(architecture: Architecture, engine: Engine, tokens: float
     return total
 
 
+@remembered
+def _scored_heads(architecture: Architecture, engine: Engine, tokens: float) -> float:
+    """Scores of one query with ``tokens`` keys, of all heads."""
+    return sum(
+        mixer.num_attention_heads * min(tokens, _window(mixer, engine, architecture) or tokens)
+        for mixer in _mixers(architecture)
+        if not isinstance(mixer, Recurrent)
+    )
+
+
 def _key_dim(mixer: Attention | LatentAttention) -> int:
     if isinstance(mixer, LatentAttention):
         return mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
     return mixer.head_dim
+
+
+@remembered
+def _cached_elements(architecture: Architecture, engine: Engine, tokens: float) -> float:
+    return sum(_cached(mixer, engine, architecture, tokens) for mixer in _mixers(architecture))
 
 
 def _cached(mixer: Mixer, engine: Engine, architecture: Architecture, tokens: float) -> float:
@@ -181,6 +210,7 @@ def _cached(mixer: Mixer, engine: Engine, architecture: Architecture, tokens: fl
     return mixer.num_key_value_heads * (mixer.head_dim + mixer.v_head_dim) * seen
 
 
+@remembered
 def _state_bytes(architecture: Architecture) -> int:
     """What the states of recurrent layers take in 32 bits."""
     return FLOAT32 * sum(

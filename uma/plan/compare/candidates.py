@@ -18,32 +18,43 @@ SOLD_SINCE = 2025
 """The catalog does not say which cards are sold: those that came out in this year or later."""
 
 YOURS = "you have it"
+NO_PRICE = "no price of it is known: --price NAME=USD"
 NO_HOST_PRICE = "the machine around the cards has a price too: --host-price USD"
+NO_POWER = "its power is not in the catalog"
+NO_HOST_POWER = "the machine around the cards takes power too: --host-power W"
 
-_GLOB = re.compile(r"^(?:(\d+)\s*x\s*)?(.*[*?\[].*)$")
+_COUNTED = re.compile(r"^(\d{1,3})\s*x\s*(.+)$")
+_GLOB = re.compile(r"[*?\[]")
+MOST_MACS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class HostProfile:
-    """The machine that cards are in, where it is not known; its price ``None`` if nobody said it.
+    """The machine that cards are in, where it is not known; ``None`` is what nobody said.
 
-    Two channels of DDR5-5600 are 2 x 8 B x 5.6 GT/s = 89.6 GB/s.
+    Two channels of DDR5-5600 are 2 x 8 B x 5.6 GT/s = 89.6 GB/s. ``link_bytes_per_s`` is that of
+    its slots, of which a card uses what it can. A disk is used where its room is told.
     """
 
     memory_bytes: int = 64 * GIB
     bandwidth_bytes_per_s: int = 896 * GB // 10
     price: Price | None = None
+    power_w: int | None = None
+    link_bytes_per_s: int | None = None
+    disk_bytes: int | None = None
+    disk_bytes_per_s: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A machine to be compared, under the name that means it.
 
-    ``price`` is of all of it: of cards with their host; ``None`` for the ``price_reason``.
-    ``parts_price`` is that of the cards alone. ``host_bandwidth_bytes_per_s`` is that of the
-    memory beside cards, ``ssd_bytes_per_s`` what the disk delivers; ``None`` is not known.
-    ``sold`` says that it can be bought new today. ``alone`` names the single card of which this
-    is a pair, where the pair is of interest only if the one is not enough.
+    ``price`` and ``power_w``, at full load, are of all of it: of cards with their host; ``None``
+    for the reason beside. ``parts_price`` is that of the cards alone. What is known of the
+    ``host`` of cards is ``None`` on other machines; ``ssd_bytes_per_s`` is what the disk of one
+    memory delivers. ``sold`` says that it can be bought new today. ``alone`` names the single card
+    of which this is a pair, where the pair is of interest only if the one is not enough. Of Macs
+    ``number`` may be joined by ``thunderbolt``, ``machine`` being each of them.
     """
 
     name: str
@@ -52,13 +63,23 @@ class Candidate:
     price_reason: str | None = None
     parts_price: Price | None = None
     sold: bool = False
-    host_bandwidth_bytes_per_s: int | None = None
+    host: HostProfile | None = None
     ssd_bytes_per_s: int | None = None
     alone: str | None = None
+    power_w: int | None = None
+    power_reason: str | None = NO_POWER
+    rent_usd_per_h: float | None = None
+    number: int = 1
+    thunderbolt: str = ""
 
     @property
     def discrete(self) -> bool:
         return self.machine.kind == "discrete"
+
+    @property
+    def host_bandwidth_bytes_per_s(self) -> int | None:
+        """Of the memory beside cards; ``None`` is not known."""
+        return None if self.host is None else self.host.bandwidth_bytes_per_s
 
     @property
     def price_of_today(self) -> bool:
@@ -79,28 +100,50 @@ def candidates(
 
     Raises:
         UnknownName: If nothing is called one of them.
-        UsageError: If machines are counted that are no cards.
+        UsageError: If machines are counted that cannot be put together.
     """
     own = _canonical(prices)
     found: dict[str, Candidate] = {}
     for name in names:
-        glob = _GLOB.match(name.strip().lower())
-        if glob is None:
+        counted = _COUNTED.match(name.strip().lower())
+        number, rest = (int(counted[1]), counted[2]) if counted else (1, name.strip().lower())
+        if _GLOB.search(rest):
+            for one in _matching(name, rest, number, host, own, macos):
+                found.setdefault(one.name, one)
+        elif number > 1 and isinstance((entries := find(rest).entries)[0].row, Mac):
+            joined = _of_entries(entries, number, host, own, macos)
+            assert joined is not None
+            found.setdefault(name, replace(joined, name=name))
+        else:
             machine = machine_named(name, macos=macos)
             parts = [find(device.name).entries for device in machine.devices]
-            parts = parts or [find(name).entries]
-            found.setdefault(name, _candidate(name, machine, parts, host, own))
-            continue
-        matching = [e for e in sold_machines() if fnmatchcase(e[0].name, glob[2])]
-        if not matching:
-            raise UnknownName(f"no machine of the catalog is called like {name!r}: uma machines")
-        if glob[1] and not any(isinstance(e[0].row, Gpu) for e in matching):
-            raise UsageError(f"{name!r}: only graphics cards are counted, as in 2xrtx-*")
-        for entries in matching:
-            one = _of_entries(entries, int(glob[1] or 1), host, own, macos)
-            if one is not None:
-                found.setdefault(one.name, one)
+            found.setdefault(
+                name, _candidate(name, machine, parts or [find(name).entries], host, own)
+            )
     return list(found.values())
+
+
+def _matching(
+    name: str,
+    pattern: str,
+    number: int,
+    host: HostProfile,
+    own: Mapping[str, Price],
+    macos: int | None,
+) -> list[Candidate]:
+    """The machines that a pattern means; of several of each those that can be put together.
+
+    Raises:
+        UnknownName: If nothing is called like it.
+        UsageError: If none of them can be put together.
+    """
+    matching = [e for e in sold_machines() if fnmatchcase(e[0].name, pattern)]
+    if not matching:
+        raise UnknownName(f"no machine of the catalog is called like {name!r}: uma machines")
+    if number > 1 and not any(isinstance(e[0].row, Gpu | Mac) for e in matching):
+        raise UsageError(f"{name!r}: only graphics cards and Macs are counted, as in 2xrtx-*")
+    tried = [_of_entries(entries, number, host, own, macos) for entries in matching]
+    return [one for one in tried if one is not None]
 
 
 def catalog_candidates(
@@ -121,10 +164,26 @@ def catalog_candidates(
 
 def this_candidate(machine: Machine, host: HostProfile) -> Candidate:
     """The machine that is asked on: its owner knows what it cost."""
-    bandwidth = host.bandwidth_bytes_per_s if machine.kind == "discrete" else None
-    return Candidate(
-        "this machine", machine, price_reason=YOURS, host_bandwidth_bytes_per_s=bandwidth
-    )
+    beside = host if machine.kind == "discrete" else None
+    return Candidate("this machine", machine, price_reason=YOURS, host=beside)
+
+
+def with_rents(
+    found: Iterable[Candidate],
+    rents: Mapping[str, float],
+    host: HostProfile,
+    prices: Mapping[str, Price],
+) -> list[Candidate]:
+    """``found`` with what machines cost an hour; those that are not among them are added."""
+    all_ = list(found)
+    for name, usd in rents.items():
+        named = {one.machine.name: one for one in candidates([name], host, prices)}
+        there = {one.machine.name for one in all_}
+        all_ += [one for key, one in named.items() if key not in there]
+        all_ = [
+            replace(one, rent_usd_per_h=usd) if one.machine.name in named else one for one in all_
+        ]
+    return all_
 
 
 def _canonical(prices: Mapping[str, Price]) -> dict[str, Price]:
@@ -138,12 +197,21 @@ def _of_entries(
     own: Mapping[str, Price],
     macos: int | None,
 ) -> Candidate | None:
-    """``None`` for what is not counted, and where the memory is not known."""
+    """``None`` for what is not counted, and where the memory is not known.
+
+    Raises:
+        UsageError: If there are more Macs than are planned together.
+    """
     first = entries[0]
-    if number > 1 and not isinstance(first.row, Gpu):
+    mac = isinstance(first.row, Mac)
+    if number > 1 and not isinstance(first.row, Gpu | Mac):
         return None
+    if mac and number > MOST_MACS:
+        raise UsageError(f"{number} Macs: at most {MOST_MACS} are planned together")
     try:
-        machine = machine_of_rows(Found(entries, number, first.memory_gib), macos=macos)
+        machine = machine_of_rows(
+            Found(entries, 1 if mac else number, first.memory_gib), macos=macos
+        )
     except UmaError:
         return None
     name = first.name if number == 1 else f"{number}x{first.name}"
@@ -157,30 +225,67 @@ def _candidate(
     host: HostProfile,
     own: Mapping[str, Price],
 ) -> Candidate:
-    """``parts`` are the rows of each card, or of a machine that is sold whole."""
+    """``parts`` are the rows of each card, or of each machine that is sold whole."""
     prices = [_price(entries, own) for entries in parts]
     known = [price for price in prices if price is not None]
     price = together(known) if len(known) == len(prices) else None
-    ssd = next((e.row.ssd_read_gb_per_s for e in parts[0] if isinstance(e.row, Mac)), None)
+    powers = [_power_w(entries) for entries in parts]
+    power = None if None in powers else sum(one or 0 for one in powers)
+    row = parts[0][0].row
+    ssd = row.ssd_read_gb_per_s if isinstance(row, Mac) else None
     one = Candidate(
         name,
         machine,
         sold=all(_is_sold(entries) for entries in parts),
         price=price,
-        price_reason="no price of it is known: --price NAME=USD" if price is None else None,
+        price_reason=None if price else NO_PRICE,
         ssd_bytes_per_s=None if ssd is None else bytes_per_s(ssd),
+        power_w=power,
+        power_reason=NO_POWER if power is None else None,
+        number=len(parts) if isinstance(row, Mac) else 1,
+        thunderbolt=row.thunderbolt if isinstance(row, Mac) else "",
     )
     if machine.kind != "discrete" or machine.host_memory_bytes is not None:
         return one  # of one memory, or with its host, as GH200
+    return _in_host(one, host)
+
+
+def _in_host(cards: Candidate, host: HostProfile) -> Candidate:
+    """Cards with the machine around them."""
+    machine, price, power = cards.machine, cards.price, cards.power_w
     whole = None if price is None or host.price is None else together([price, host.price])
+    links = [rate for rate in (machine.link_bytes_per_s, host.link_bytes_per_s) if rate is not None]
     return replace(
-        one,
-        machine=replace(machine, host_memory_bytes=host.memory_bytes),
+        cards,
+        machine=replace(
+            machine,
+            host_memory_bytes=host.memory_bytes,
+            link_bytes_per_s=min(links) if machine.link_bytes_per_s is not None else None,
+        ),
         price=whole,
-        price_reason=one.price_reason if whole or not price else NO_HOST_PRICE,
+        price_reason=cards.price_reason if whole or not price else NO_HOST_PRICE,
         parts_price=price,
-        host_bandwidth_bytes_per_s=host.bandwidth_bytes_per_s,
+        power_w=None if power is None or host.power_w is None else power + host.power_w,
+        power_reason=NO_HOST_POWER
+        if power is not None and host.power_w is None
+        else cards.power_reason,
+        host=host,
     )
+
+
+def _power_w(entries: tuple[Entry, ...]) -> int | None:
+    """The most of rows that are one machine: of cards their board's limit."""
+    found = [
+        row.max_power_w
+        if isinstance(row, Mac)
+        else row.tdp_w
+        if isinstance(row, Gpu)
+        else row.power_w
+        if isinstance(row, UnifiedMachine)
+        else None
+        for row in (entry.row for entry in entries)
+    ]
+    return max((watts for watts in found if watts), default=None)
 
 
 def _price(entries: tuple[Entry, ...], own: Mapping[str, Price]) -> Price | None:

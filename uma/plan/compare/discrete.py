@@ -7,6 +7,7 @@ runs, in every step, at the speed of the link.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 
 from uma.machine import Machine, verdict
 from uma.memory.reads import WeightReads
@@ -62,7 +63,7 @@ def _resident(subject: Subject, case: EngineCase) -> Plan:
         elif found == "fits":
             crowded = _crowded_bytes(subject, case, shares, case.budget.budget_bytes)
             found = "tight" if crowded > 0 else "fits"
-    plan = _plan(case, technique, needed, verdict=found, options=("-ngl", "999"))
+    plan = _plan(subject, case, technique, needed, verdict=found, options=("-ngl", "999"))
     if not plan.runs:
         return replace(plan, short_bytes=short, short_of=f"{of}, {_ceiling(case)}")
     reads, processors = subject.reads(case), processors_of(machine)
@@ -81,12 +82,12 @@ def layer_shares(subject: Subject, case: EngineCase) -> list[float]:
     """
     devices = case.machine.devices
     total = sum(device.memory_bytes for device in devices)
-    ends, held = [], 0
-    for device in devices:
-        held += device.memory_bytes
-        ends.append(held / total)
-    count = len(subject.architecture.layers)
-    counts = [0] * len(devices)
+    ends = tuple(end / total for end in accumulate(device.memory_bytes for device in devices))
+    return subject.once(("shares", ends), lambda: _shares(len(subject.architecture.layers), ends))
+
+
+def _shares(count: int, ends: tuple[float, ...]) -> list[float]:
+    counts = [0] * len(ends)
     for place in range(count):
         counts[next(i for i, end in enumerate(ends) if place / (count + 1) < end)] += 1
     return [number / count for number in counts]
@@ -124,7 +125,7 @@ def _offloaded(subject: Subject, candidate: Candidate, case: EngineCase) -> Iter
         if way.device_bytes <= case.budget.budget_bytes and way.host_bytes <= room:
             yield _offload_plan(subject, candidate, case, way)
             return
-    plan = _plan(case, "layers on the host", needed, verdict="exceeds")
+    plan = _plan(subject, case, "layers on the host", needed, verdict="exceeds")
     where = f"the cards and {format_gib(room)} of the host's memory"
     if machine.host_memory_bytes is None:
         where = "the cards: the host's memory is not known (--host-ram)"
@@ -141,7 +142,7 @@ def _offload_plan(
     processors = processors_of(case.machine)
     shares = layer_shares(subject, case) if len(processors) > 1 else [1.0]
     technique: Technique = "layers on the host" if way.whole else "experts on the host"
-    plan = _plan(case, technique, way.device_bytes, verdict="fits", options=way.options)
+    plan = _plan(subject, case, technique, way.device_bytes, verdict="fits", options=way.options)
 
     def prompt() -> Rate | NotKnown:
         whole = _prompt(subject, case, subject.reads(case), processors, shares)
@@ -164,7 +165,7 @@ def _copied(
         return prompt
     if machine.link_bytes_per_s is None:
         return NotKnown("the link between host and card is not known")
-    tokens = subject.workload.longest_prompt_tokens
+    tokens = subject.tokens
     size = min(tokens, PASS_TOKENS["llama.cpp"])
     copied_s = -(-tokens // size) * host.size_bytes(size) / machine.link_bytes_per_s
 
@@ -176,36 +177,43 @@ def _copied(
     )
 
 
-def accelerate_plan(subject: Subject, candidate: Candidate) -> Plan | None:
-    """16-bit weights; those of layers that have no room copied over the link in every step.
+def accelerate_plan(subject: Subject, candidate: Candidate, bits: int = 16) -> Plan | None:
+    """Weights of layers that have no room are copied over the link in every step.
 
     A layer is copied whole, all its experts included (accelerate 1.15, ``hooks.py``,
     ``AlignDevicesHook``). The card keeps room for the largest one (``utils/modeling.py``,
-    ``infer_auto_device_map``). Only one card is modelled.
+    ``infer_auto_device_map``). In 8 and 4 bits what is on the host stays in 16: bitsandbytes
+    converts on cards alone. Several cards run their layers one after the other.
     """
     machine = candidate.machine
-    case = subject.other("transformers", 16, machine)
-    if case is None or len(machine.devices) != 1 or machine.link_bytes_per_s is None:
+    case = subject.other("transformers", bits, machine)
+    if case is None or machine.link_bytes_per_s is None:
         return None
     weights, needed = case.weights.size_bytes, subject.needed_bytes(case)
-    largest = max(_layer_weights(subject)) * 2
+    layers = subject.once("layers", lambda: _layer_elements(subject))
+    largest = 2 * max(layers)
     free = case.budget.budget_bytes - (needed - weights) - largest
-    host, room = weights - max(0, free), host_room_bytes(machine)
+    moved, room = weights - max(0, free), host_room_bytes(machine)
     if needed <= case.budget.budget_bytes:
-        host = largest = 0
-    technique: Technique = "streamed over the link" if host else "resident"
-    device = needed - host + largest
-    plan = _plan(case, technique, device, verdict="fits")
+        moved = largest = 0
+    outside = 2 * (subject.architecture.num_parameters - sum(layers))
+    host = moved * 2 * sum(layers) // max(1, weights - outside)
+    several = len(machine.devices) > 1
+    technique: Technique = "split by layers" if several else "resident"
+    if host:
+        technique = "streamed over the link"
+    device = needed - moved + largest
+    plan = _plan(subject, case, technique, device, verdict="fits")
     if host and (free < 0 or host > room):
         beyond_host = host - room > max(0, -free)
-        short, of = (host - room, "the host's memory") if beyond_host else (-free, "the card")
+        short, of = (host - room, "the host's memory") if beyond_host else (-free, "the cards")
         return replace(plan, verdict="exceeds", short_bytes=short, short_of=of, host_bytes=host)
     decode = decode_tps(
         subject.architecture,
         subject.reads(case),
         processors_of(machine),
         "transformers",
-        subject.workload.context_tokens,
+        subject.tokens,
         batch_size=subject.workload.batch_size,
         streamed=Streamed(host, machine.link_bytes_per_s),
     )
@@ -218,7 +226,7 @@ def _no_figure() -> NotKnown:
     return NotKnown("no public measurements of prompts with transformers")
 
 
-def _layer_weights(subject: Subject) -> list[int]:
+def _layer_elements(subject: Subject) -> list[int]:
     return [sum(p.size for p in layer.parameters) for layer in subject.architecture.layers]
 
 
@@ -235,7 +243,7 @@ def _decode(
         reads,
         processors,
         case.engine,
-        subject.workload.context_tokens,
+        subject.tokens,
         batch_size=subject.workload.batch_size,
         shares=shares,
         host=host,
@@ -255,13 +263,14 @@ def _prompt(
         reads,
         processors,
         case.engine,
-        subject.workload.longest_prompt_tokens,
+        subject.tokens,
         shares=shares,
         quantized=case.bits < 16,
     )
 
 
 def _plan(
+    subject: Subject,
     case: EngineCase,
     technique: Technique,
     device_bytes: int,
@@ -284,6 +293,7 @@ def _plan(
         prompt_of=no_prompt,
         options=options,
         sequences=case.workload.batch_size,
+        cache_bytes=subject.cache_bytes(case),
     )
 
 

@@ -3,10 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from uma.architecture.layers import Architecture, Attention, LatentAttention
-from uma.engines.vllm import reserved_bytes
+from uma.engines.vllm import on_devices, reserved_bytes, splits_heads
 from uma.ledger import peak
-from uma.memory.term import MemoryTerm
 from uma.plan.compare.candidates import Candidate
 from uma.plan.compare.plans import NO_ROOM, Plan, no_prompt
 from uma.plan.compare.subject import Subject
@@ -24,25 +22,35 @@ MOST_CARDS = 8
 def vllm_plan(subject: Subject, candidate: Candidate, bits: int) -> Plan | None:
     """The model on all cards, or on the one; ``None`` where it cannot be split so."""
     devices = candidate.machine.devices
+    count = len(devices)
     case = subject.other("vllm", bits, candidate.machine)
-    if case is None or len({d.name for d in devices}) != 1 or split_refused(subject, len(devices)):
+    if case is None or len({device.name for device in devices}) != 1 or count > MOST_CARDS:
+        return None
+    if not subject.once(("heads", count), lambda: splits_heads(subject.architecture, count)):
         return None
     if OTHER_VENDOR in processors_of(candidate.machine)[0].notes:
         return None  # memory and speed of vLLM are known on NVIDIA's cards
     plan = _held(subject, case)
-    return replace(plan, **_speeds(subject, case)) if plan.runs else plan
+    if not plan.runs:
+        return plan
+    return replace(plan, **_speeds(subject, case), notes=(_paged(subject, case, plan),))
+
+
+def _paged(subject: Subject, case: EngineCase, plan: Plan) -> str:
+    """How many requests the blocks have room for, in what vLLM reserves anyway."""
+    caches = [term for term in subject.terms(case) if term.name == "kv_cache"]
+    held = on_devices(caches, subject.architecture, len(case.machine.devices))
+    each = max(1, sum(term.size_bytes for term in held) // plan.sequences)
+    number = plan.sequences + plan.headroom_bytes // each
+    requests = "one such request" if number == 1 else f"{number:,} such requests"
+    return f"what vLLM reserves has room for {requests}, in blocks as they grow"
 
 
 def _held(subject: Subject, case: EngineCase) -> Plan:
-    """What the cards hold: each its part of weights and cache, and all that one alone would else.
-
-    Latents are not split, nor are fewer heads of keys than there are cards (vllm 0.33.0,
-    ``config/model.py``, ``get_num_kv_heads``).
-    """
+    """What the cards hold: each its part of weights and cache, and all that one alone would."""
     devices = case.machine.devices
     count = len(devices)
-    terms = [_on_one(term, subject.architecture, count) for term in subject.terms(case)]
-    needed = peak(terms)[1]
+    needed = subject.once(("each", case.format, count), lambda: _each_bytes(subject, case))
     limit = ceiling_bytes(case.budget) // count
     reserved = min(limit, reserved_bytes(devices[0].memory_bytes, case.settings))
     return Plan(
@@ -62,7 +70,15 @@ def _held(subject: Subject, case: EngineCase) -> Plan:
         short_bytes=max(0, needed - reserved),
         short_of=f"the part of each card that vLLM reserves, {format_gib(reserved)}",
         sequences=subject.workload.batch_size,
+        cache_bytes=subject.cache_bytes(case),
     )
+
+
+def _each_bytes(subject: Subject, case: EngineCase) -> int:
+    terms, count = subject.terms(case), len(case.machine.devices)
+    together = peak(on_devices(terms, subject.architecture, count))[1]
+    contexts = sum(term.size_bytes for term in terms if term.name == "runtime_context")
+    return -(-(together + (count - 1) * contexts) // count)
 
 
 def _speeds(subject: Subject, case: EngineCase) -> dict[str, Any]:
@@ -70,7 +86,7 @@ def _speeds(subject: Subject, case: EngineCase) -> dict[str, Any]:
     processors = processors_of(case.machine)
 
     def prompt() -> Rate | NotKnown:
-        tokens = workload.longest_prompt_tokens
+        tokens = subject.tokens
         return prompt_tps(subject.architecture, reads, processors, "vllm", tokens)
 
     decode = decode_tps(
@@ -78,47 +94,9 @@ def _speeds(subject: Subject, case: EngineCase) -> dict[str, Any]:
         reads,
         processors,
         "vllm",
-        workload.context_tokens,
+        subject.tokens,
         batch_size=workload.batch_size,
         split="row",
         kv_bits=subject.cache_bits("vllm"),
     )
     return {"decode": decode, "prompt_of": prompt}
-
-
-def split_refused(subject: Subject, count: int) -> str | None:
-    """Why heads cannot be split over so many cards; ``None`` if they can.
-
-    vllm 0.33.0, ``config/model.py``, ``verify_with_parallel_config``: attention heads must be
-    divisible; ``layers/linear.py``, ``QKVParallelLinear``: so must heads of keys, one way or the
-    other.
-    """
-    if count > MOST_CARDS:
-        return f"{count} cards are more than one machine of {MOST_CARDS} has"
-    for mixer in (m for layer in subject.architecture.layers for m in layer.mixers):
-        if not isinstance(mixer, Attention | LatentAttention):
-            continue
-        heads = mixer.num_attention_heads
-        keys = mixer.num_key_value_heads if isinstance(mixer, Attention) else heads
-        if heads % count:
-            return f"{heads} attention heads are not divisible by {count} cards"
-        if keys % count and count % keys:
-            return f"{keys} heads of keys are not divisible by {count} cards, nor those by them"
-    return None
-
-
-def _on_one(term: MemoryTerm, architecture: Architecture, count: int) -> MemoryTerm:
-    if term.name == "weights":
-        return replace(term, size_bytes=-(-term.size_bytes // count), basis="bound")
-    if term.name == "kv_cache":
-        return replace(term, size_bytes=-(-term.size_bytes // _cache_parts(architecture, count)))
-    return term
-
-
-def _cache_parts(architecture: Architecture, count: int) -> int:
-    """How many different parts the cache has, at least: one where a layer keeps latents."""
-    mixers = [m for layer in architecture.layers for m in layer.mixers]
-    if any(isinstance(m, LatentAttention) for m in mixers):
-        return 1
-    keys = [m.num_key_value_heads for m in mixers if isinstance(m, Attention)]
-    return min(count, min(keys, default=count))

@@ -1,11 +1,12 @@
 """For each machine the best plan that fits; of all the cheapest, and those that nothing beats."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from uma.frozen import dataclass
 from uma.plan.compare import unified
 from uma.plan.compare.candidates import Candidate
+from uma.plan.compare.costs import Cost, Use, cheapest_rented, cost_of
 from uma.plan.compare.discrete import accelerate_plan, llama_cpp_plans
 from uma.plan.compare.parallel import vllm_plan
 from uma.plan.compare.plans import Plan
@@ -14,20 +15,29 @@ from uma.plan.estimate import default_engine
 from uma.units import format_gib
 from uma.workload import Engine
 
+if TYPE_CHECKING:
+    from uma.plan.compare.training import TrainingSubject
+
 Preference = Literal["quality", "speed", "price", "context"]
+Trainer = Literal["peft", "deepspeed", "fsdp"]
 WIDTHS = (16, 8, 6, 5, 4, 3, 2)
 SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What makes a plan the better one. ``engine`` asks for one engine's plans alone."""
+    """What makes a plan the better one. ``engine`` and ``trainer`` ask for one program's alone.
+
+    The cheapest machine is that of the least price, or with ``use`` of the least cost of it.
+    """
 
     min_bits: int = 4
     min_tps: float = 10
     prefer: Preference = "quality"
     launch_prices: bool = False
     engine: Engine | None = None
+    trainer: Trainer | None = None
+    use: Use = Use()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +67,26 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``hidden`` counts rows that are not shown; ``cheapest`` is ``None`` for its ``reason``."""
+    """``hidden`` counts rows that are not shown; ``cheapest`` is ``None`` for its ``reason``.
 
-    subject: Subject
+    ``rented`` is the cheapest machine of those that are rented and do the work.
+    """
+
+    subject: "Subject | TrainingSubject"
     wanted: Wanted
     rows: tuple[Row, ...]
     cheapest: Row | None
     cheapest_reason: str | None
     front: tuple[Row, ...]
     hidden: int = 0
+    rented: Candidate | None = None
+
+    def cost(self, row: Row) -> Cost:
+        return cost_of(row.candidate, self.wanted.use, self.rented)
 
 
 def compare(
-    subject: Subject,
+    subject: "Subject | TrainingSubject",
     found: Sequence[Candidate],
     wanted: Wanted,
     shown: int | None = None,
@@ -78,20 +95,32 @@ def compare(
     """The best plan of each machine, in the order that is preferred.
 
     ``first`` is this machine, which stands before the others; of those at most ``shown`` are kept:
-    the smallest that do the work, of one memory and of cards in turn.
+    the smallest that do the work, of one memory and of cards in turn, beside what is rented.
     """
     rows = _rows(subject, found, wanted)
-    kept = rows if shown is None else _smallest(rows, wanted, shown)
+    rented = [row for row in rows if row.candidate.rent_usd_per_h is not None]
+    bought = [row for row in rows if row.candidate.rent_usd_per_h is None]
+    kept = rows if shown is None else [*rented, *_smallest(bought, wanted, shown)]
     ordered = sorted(kept, key=lambda row: _order(row, wanted))
     if first is not None:
         ordered.insert(0, best_plan(subject, first, wanted))
-    cheapest, reason = _cheapest(rows, wanted)
+    able = [row for row in rows if row.reaches(wanted.min_tps)]
+    cheapest, reason = _cheapest(able, wanted)
     return Comparison(
-        subject, wanted, tuple(ordered), cheapest, reason, _front(rows), len(rows) - len(kept)
+        subject,
+        wanted,
+        tuple(ordered),
+        cheapest,
+        reason,
+        _front(rows),
+        len(rows) - len(kept),
+        cheapest_rented(row.candidate for row in able),
     )
 
 
-def _rows(subject: Subject, found: Sequence[Candidate], wanted: Wanted) -> list[Row]:
+def _rows(
+    subject: "Subject | TrainingSubject", found: Sequence[Candidate], wanted: Wanted
+) -> list[Row]:
     """A row for each, but for pairs of a card that is enough alone."""
     rows: list[Row] = []
     enough = set()
@@ -105,12 +134,16 @@ def _rows(subject: Subject, found: Sequence[Candidate], wanted: Wanted) -> list[
     return rows
 
 
-def best_plan(subject: Subject, candidate: Candidate, wanted: Wanted) -> Row:
+def best_plan(subject: "Subject | TrainingSubject", candidate: Candidate, wanted: Wanted) -> Row:
     """The least quantized plan that fits and is fast enough, else the fastest that runs.
 
     With ``prefer`` of ``speed`` the fastest, with ``context`` that with most memory to spare.
     Where nothing runs it is the plan that comes closest.
     """
+    if not isinstance(subject, Subject):
+        from uma.plan.compare.training import best_training
+
+        return Row(candidate, *best_training(subject, candidate, wanted))
     plans: list[Plan] = []
     for bits in WIDTHS:
         if bits < wanted.min_bits:
@@ -122,7 +155,7 @@ def best_plan(subject: Subject, candidate: Candidate, wanted: Wanted) -> Row:
             break
     if not plans:
         return Row(candidate, None)
-    if not any(plan.runs for plan in plans):
+    if candidate.number == 1 and not any(plan.runs for plan in plans):
         from_disk = unified.streamed_plan(subject, candidate, plans[-1].bits)
         plans += [] if from_disk is None else [from_disk]
     best = max(plans, key=lambda plan: _merit(plan, wanted))
@@ -143,6 +176,12 @@ def _plans(
             chosen = "llama.cpp"  # mlx-lm has no module for it
         if chosen in ("transformers", "vllm"):
             return  # whose memory is known on cards
+        if candidate.number > 1:
+            if chosen == "mlx":
+                from uma.plan.compare.cluster import cluster_plans
+
+                yield from cluster_plans(subject, candidate, bits)
+            return
         yield from unified.unified_plans(subject, candidate, bits, chosen)
         return
     if engine in (None, "llama.cpp"):
@@ -152,8 +191,9 @@ def _plans(
         split = vllm_plan(subject, candidate, bits)
         if split is not None:
             yield split
-    if engine in (None, "transformers") and bits == 16:
-        streamed = accelerate_plan(subject, candidate)
+    alone = len(candidate.machine.devices) == 1
+    if engine == "transformers" or (engine is None and bits == 16 and alone):
+        streamed = accelerate_plan(subject, candidate, bits)
         if streamed is not None and (engine or streamed.host_bytes):
             yield streamed
 
@@ -218,22 +258,31 @@ def _smallest(rows: Sequence[Row], wanted: Wanted, shown: int) -> list[Row]:
     return [row for pool in kept for row in pool]
 
 
-def _cheapest(rows: Iterable[Row], wanted: Wanted) -> tuple[Row | None, str | None]:
-    """The cheapest that reaches the speed at a price of today, or why there is none."""
-    able = [row for row in rows if row.reaches(wanted.min_tps)]
-    priced = [
-        row
-        for row in able
-        if row.price_usd is not None and (wanted.launch_prices or row.candidate.price_of_today)
-    ]
+def _cheapest(able: Sequence[Row], wanted: Wanted) -> tuple[Row | None, str | None]:
+    """The cheapest of those that do the work, at a price of today, or why there is none."""
+    costs = ((row, spent_usd(row, wanted)) for row in able)
+    priced = [(row, usd) for row, usd in costs if usd is not None]
     if priced:
-        return min(priced, key=lambda row: row.price_usd or 0), None
+        return min(priced, key=lambda one: one[1])[0], None
     if not able:
-        return None, f"no machine reaches {wanted.min_tps:g} tokens/s"
+        fast = f" at {wanted.min_tps:g} tokens/s" if wanted.min_tps else ""
+        return None, f"no machine does it{fast}"
     return None, (
         "no price of today is known of those that reach the speed: give --price NAME=USD, for "
         "cards --host-price USD too, or --launch-prices for what they once cost"
     )
+
+
+def spent_usd(row: Row, wanted: Wanted) -> float | None:
+    """What the work costs on a machine, bought at a price of today or rented, whichever is less.
+
+    Over the years of its use where that is told, else the price alone; ``None`` is not known.
+    """
+    cost = cost_of(row.candidate, wanted.use, None)
+    bought = cost.owned_usd if wanted.use.hours is not None else row.price_usd
+    if not (wanted.launch_prices or row.candidate.price_of_today):
+        bought = None
+    return min((usd for usd in (bought, cost.rented_usd) if usd is not None), default=None)
 
 
 def _front(rows: Sequence[Row]) -> tuple[Row, ...]:

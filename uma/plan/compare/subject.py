@@ -1,6 +1,6 @@
 """The model that is compared, in every width and under every engine, each made once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field, replace
 from typing import Any, TypeVar, cast
 
@@ -13,6 +13,7 @@ from uma.machine import Machine, budget_of
 from uma.memory.reads import ExpertReads, Stored, WeightReads, weight_reads
 from uma.memory.term import MemoryTerm
 from uma.plan.engine_case import EngineCase, engine_case
+from uma.plan.engine_words import format_of_bits
 from uma.plan.estimate import Asked, Change
 from uma.plan.inference import Request
 from uma.plan.layer_offload import LayerOffload, layer_bytes, offloads
@@ -36,13 +37,21 @@ _UNIT = 10**9  # bytes of weights that shares are computed for
 class Subject:
     """A model and what is asked of it; what was computed for one machine serves the next.
 
-    Engines that have no cache of the workload's ``kv_bits`` have no plan.
+    Memory is held for the workload's context, of which ``used_tokens`` are in use where the speed
+    is looked at: all of it by default. Engines that have no cache of the workload's ``kv_bits``
+    have no plan.
     """
 
     source: ModelSource
     architecture: Architecture
     workload: Inference
+    used_tokens: int | None = None
     known: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Those in the cache, or of the prompt, where the speed is looked at."""
+        return self.used_tokens or self.workload.context_tokens
 
     def case(self, engine: Engine, bits: int, machine: Machine) -> Asked | None:
         """The model in this width on this machine; ``None`` where it cannot be had so."""
@@ -62,23 +71,23 @@ class Subject:
                 return None
 
         key = ("mlx", machine.backend)
-        first = self._once(key, make)
+        first = self.once(key, make)
         if first is None:
             return None
-        found = self._once((*key, bits), lambda: first.changed(Change(bits=bits)))
+        found = self.once((*key, bits), lambda: first.changed(Change(bits=bits)))
         return None if found is None else found.on(machine)
 
     def other(self, engine: Engine, bits: int, machine: Machine) -> EngineCase | None:
         key = (engine, machine.kind)
-        usual = self._once(key, lambda: self._usual(engine, machine))
+        usual = self.once(key, lambda: self._usual(engine, machine))
         if usual is None:
             return None
-        found = self._once((*key, bits), lambda: _in_width(usual, bits))
+        found = self.once((*key, bits), lambda: self._in_width(usual, bits))
         if found is None or (self.source.gguf_headers and found is not usual):
             return None
-        settings = found.settings
-        if engine == "llama.cpp" and machine.devices:
-            settings = replace(settings, num_devices=len(machine.devices))
+        settings, devices = found.settings, len(machine.devices)
+        if engine == "llama.cpp" and devices and settings.num_devices != devices:
+            settings = replace(settings, num_devices=devices)
         return replace(found, machine=machine, budget=budget_of(machine), settings=settings)
 
     def _usual(self, engine: Engine, machine: Machine) -> EngineCase | None:
@@ -102,6 +111,18 @@ class Subject:
         except UmaError:
             return None
 
+    def _in_width(self, case: EngineCase, bits: int) -> EngineCase | None:
+        if bits == case.bits:
+            return case
+        if bits not in case.widths:
+            return None
+        try:
+            found = case.stored_as(format_of_bits(case.engine, bits))
+            self.terms(found)
+        except UmaError:
+            return None
+        return found
+
     def cache_bits(self, engine: Engine) -> float:
         """Bits of a number of the cache, scales included."""
         width = self.workload.kv_bits
@@ -109,23 +130,35 @@ class Subject:
 
     def terms(self, case: EngineCase) -> tuple[MemoryTerm, ...]:
         """Of the whole model on a device, or on several together."""
-        key = ("terms", case.engine, case.format, len(case.machine.devices), case.machine.kind)
-        return self._once(key, lambda: case.terms(case.workload))
+        place = (case.engine, len(case.machine.devices), case.machine.kind)
+
+        def make() -> tuple[MemoryTerm, ...]:
+            if case.engine != "llama.cpp":
+                return case.terms(case.workload)
+            # Its other terms do not depend on the format.
+            terms = self.once(("beside", *place), lambda: case.terms(case.workload))
+            size = case.card_bytes if case.machine.kind == "discrete" else case.weights.size_bytes
+            return tuple(replace(t, size_bytes=size) if t.name == "weights" else t for t in terms)
+
+        return self.once(("terms", case.format, *place), make)
 
     def needed_bytes(self, case: EngineCase) -> int:
         return peak(self.terms(case))[1]
 
+    def cache_bytes(self, case: EngineCase) -> int:
+        return cached_bytes(self.terms(case))
+
     def offloads(self, case: EngineCase) -> list[LayerOffload]:
         """Every way of llama.cpp to leave something on the host, from the least to the most."""
         key = ("offloads", case.format, len(case.machine.devices))
-        return self._once(key, lambda: list(offloads(case)))
+        return self.once(key, lambda: list(offloads(case)))
 
     def layer_bytes(self, case: EngineCase) -> list[int]:
-        return self._once(("layers", case.format), lambda: layer_bytes(case))
+        return self.once(("layers", case.format), lambda: layer_bytes(case))
 
     def even_reads(self, weights_bytes: int) -> WeightReads:
         """Of weights that are all in the same bits: a few percent off where they are not."""
-        unit = self._once("even", lambda: even_reads(self.architecture, _UNIT))
+        unit = self.once("even", lambda: even_reads(self.architecture, _UNIT))
         part = weights_bytes / _UNIT
         experts = tuple(replace(one, size_bytes=one.size_bytes * part) for one in unit.experts)
         return replace(unit, dense_bytes=unit.dense_bytes * part, experts=experts)
@@ -135,30 +168,34 @@ class Subject:
         if case.engine != "llama.cpp" or self.source.gguf_headers:
             return self.even_reads(case.weights.size_bytes)
         parts = self._parts(case.format)
-        return joined(parts, parts)
+        return self.once(("reads", case.format), lambda: joined(parts, parts))
 
     def split_reads(self, quant: str, offload: LayerOffload) -> tuple[WeightReads, WeightReads]:
         """What the devices read of the weights, and what the host does."""
-        parts = self._parts(quant)
-        host, device = parts[: offload.layers], parts[offload.layers :]
-        if offload.whole:
-            return joined(device, device), joined(host, host)
-        return joined(parts, device), joined([], host)
+
+        def make() -> tuple[WeightReads, WeightReads]:
+            parts = self._parts(quant)
+            host, device = parts[: offload.layers], parts[offload.layers :]
+            if offload.whole:
+                return joined(device, device), joined(host, host)
+            return joined(parts, device), joined([], host)
+
+        return self.once(("split", quant, offload.layers, offload.whole), make)
 
     def _parts(self, quant: str) -> list[WeightReads]:
         """What each layer reads, in their order, and at last all that is in no layer."""
-        return self._once(("parts", quant), lambda: _parts(self.architecture, quant))
+        return self.once(("parts", quant), lambda: _parts(self.architecture, quant))
 
-    def _once(self, key: Any, make: Callable[[], T]) -> T:
+    def once(self, key: Any, make: Callable[[], T]) -> T:
         if key not in self.known:
             self.known[key] = make()
         return cast(T, self.known[key])
 
 
-def _in_width(case: EngineCase, bits: int) -> EngineCase | None:
-    if bits == case.bits:
-        return case
-    return case.changed(Change(bits=bits)) if bits in case.widths else None
+def cached_bytes(terms: Iterable[MemoryTerm]) -> int:
+    """Of the caches and states of all sequences, as they are kept while they generate."""
+    names = ("kv_cache", "recurrent_state")
+    return sum(t.size_bytes for t in terms if t.name in names and t.phase != "prefill")
 
 
 def _parts(architecture: Architecture, quant: str) -> list[WeightReads]:

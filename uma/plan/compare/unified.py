@@ -9,7 +9,7 @@ from uma.machine.named import with_gpu_limit
 from uma.memory.reads import WeightReads
 from uma.plan.compare.candidates import Candidate
 from uma.plan.compare.plans import NO_ROOM, Plan, Technique, no_prompt
-from uma.plan.compare.subject import Subject
+from uma.plan.compare.subject import Subject, cached_bytes
 from uma.plan.engine_case import EngineCase
 from uma.plan.estimate import Asked, ceiling_bytes
 from uma.plan.limits import smallest_wired_limit_mb
@@ -38,6 +38,7 @@ class _Needs:
 
     peak_bytes: int
     weights_bytes: int
+    cache_bytes: int
     bits_per_weight: float
     verdict: Verdict
     reads: WeightReads
@@ -68,10 +69,20 @@ def _plan(subject: Subject, asked: Asked, technique: Technique) -> Plan:
         short_bytes=needs.short_bytes,
         short_of=needs.short_of,
         sequences=asked.workload.batch_size,
+        cache_bytes=needs.cache_bytes,
     )
 
 
 def _mlx_needs(subject: Subject, case: MlxCase) -> _Needs:
+    """Once for all machines of the same memory."""
+    machine = case.machine
+    pool = (machine.memory_bytes, machine.limit_bytes, machine.limit_high_bytes)
+    left = (machine.available_bytes, machine.max_buffer_bytes, machine.overhead_bytes)
+    key = ("needs", case.bits, machine.backend, *pool, *left)
+    return subject.once(key, lambda: _mlx_needs_of(subject, case))
+
+
+def _mlx_needs_of(subject: Subject, case: MlxCase) -> _Needs:
     plan = case.plan()
     most, largest = plan.machine.max_buffer_bytes, plan.largest_buffer_bytes
     short, of = _shortage(plan.ledger.predicted_peak_bytes, plan.budget)
@@ -81,6 +92,7 @@ def _mlx_needs(subject: Subject, case: MlxCase) -> _Needs:
     return _Needs(
         plan.ledger.predicted_peak_bytes,
         weights,
+        cached_bytes(plan.ledger.terms),
         8 * weights / subject.architecture.num_parameters,
         plan.verdict,
         subject.even_reads(weights),
@@ -97,6 +109,7 @@ def _needs(subject: Subject, case: Asked) -> _Needs:
     return _Needs(
         needed,
         weights,
+        subject.cache_bytes(case),
         8 * weights / subject.architecture.num_parameters,
         verdict(needed, case.budget),
         subject.reads(case),
@@ -118,7 +131,7 @@ def _decode(subject: Subject, asked: Asked, needs: _Needs) -> Rate | NotKnown:
         needs.reads,
         processors_of(asked.machine),
         asked.engine,
-        subject.workload.context_tokens,
+        subject.tokens,
         batch_size=subject.workload.batch_size,
         kv_bits=subject.cache_bits(asked.engine),
     )
@@ -130,7 +143,7 @@ def _prompt(subject: Subject, asked: Asked, needs: _Needs) -> Rate | NotKnown:
         needs.reads,
         processors_of(asked.machine),
         asked.engine,
-        subject.workload.longest_prompt_tokens,
+        subject.tokens,
         pass_tokens=needs.prefill_step_size,
         quantized=asked.bits < 16,
     )

@@ -4,14 +4,14 @@ import shlex
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from uma.checkpoint.names import resolve
 from uma.engines.vllm import DEFAULTS as VLLM
 from uma.errors import DoesNotFit, UsageError
-from uma.plan.compare.discrete import host_room_bytes, layer_shares
 from uma.plan.compare.plans import Plan
 from uma.plan.compare.search import Row
 from uma.plan.compare.subject import CACHES, Subject
-from uma.plan.emit.device_map import Device, auto_device_map, modules_of
+from uma.plan.emit.accelerate import accelerate_lines
+from uma.plan.emit.repository import repository
+from uma.plan.emit.split import split_by_layers
 from uma.units import format_gib
 from uma.workload import Engine
 
@@ -46,7 +46,7 @@ def configuration(target: Target, subject: Subject, row: Row) -> str:
     emit: dict[Target, Callable[[Subject, Row, Plan], Iterator[str]]] = {
         "llama.cpp": _llama_cpp,
         "mlx": _mlx,
-        "accelerate": _accelerate,
+        "accelerate": accelerate_lines,
         "vllm": _vllm,
     }
     return "\n".join([_title(subject, row, row.plan), *emit[target](subject, row, row.plan)])
@@ -85,8 +85,13 @@ def _llama_cpp(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
     if len(machine.devices) > 1:
         case = subject.other("llama.cpp", plan.bits, machine)
         assert case is not None
-        counts = " and ".join(str(round(layers * one)) for one in layer_shares(subject, case))
-        yield f"# -sm layer: whole layers on each card, {counts} of them by the cards' memory"
+        memory = [device.memory_bytes for device in machine.devices]
+        split = (subject.architecture, case.format, workload, case.settings, memory)
+        yield "# -sm layer: whole layers on each card, by the cards' memory, the head on the last;"
+        cards = [
+            f"{one.layers} layers, {format_gib(one.size_bytes)}" for one in split_by_layers(*split)
+        ]
+        yield f"# of weights, cache and computation: {'; '.join(cards)}"
         options += ["-sm", "layer"]
     sequences = workload.batch_size
     total = sequences * workload.context_tokens
@@ -117,7 +122,7 @@ def _mlx(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
 
 
 def _vllm(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
-    """Flags: docs.vllm.ai/en/v0.8.5/serving/engine_args.html."""
+    """Flags: vLLM 0.33.0, ``engine/arg_utils.py``."""
     workload, count = subject.workload, len(row.candidate.machine.devices)
     arguments = ["vllm", "serve", repository(subject)]
     if plan.format == "fp8":
@@ -140,57 +145,3 @@ def _vllm(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
     arguments += ["--max-model-len", str(workload.context_tokens)]
     arguments += ["--max-num-seqs", str(most), "--gpu-memory-utilization", part]
     yield shlex.join(arguments)
-
-
-def rooms_for_weights(subject: Subject, row: Row) -> dict[Device, int]:
-    """What the card leaves to weights beside cache and activations, and what the host does."""
-    machine = row.candidate.machine
-    case = subject.other("transformers", 16, machine)
-    assert case is not None
-    beside = subject.needed_bytes(case) - case.weights.size_bytes
-    return {0: case.budget.budget_bytes - beside, "cpu": host_room_bytes(machine)}
-
-
-def _accelerate(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
-    """A script for transformers 5.24 and accelerate 1.15."""
-    config = subject.source.config or {}
-    if "text_config" in config or subject.architecture.model_type == "gemma3":
-        raise UsageError(
-            f"--emit accelerate: {subject.source.name} is a model of text and images, whose "
-            "modules have other names; llama.cpp runs its text alone (--emit llama.cpp)"
-        )
-    architecture, rooms = subject.architecture, rooms_for_weights(subject, row)
-    tied = architecture.tie_word_embeddings
-    device_map = auto_device_map(modules_of(architecture), rooms, tied_head=tied)
-    yield "import torch"
-    yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
-    yield ""
-    yield f"MODEL = {repository(subject)!r}"
-    yield f"# what the card leaves to weights beside the cache of {subject.workload.context_tokens}"
-    yield "# tokens, activations and CUDA's context; and what the host leaves"
-    yield f"MAX_MEMORY = {rooms!r}"
-    yield '# what accelerate makes of that limit with device_map="auto": layers that are not on 0'
-    yield "# are copied to it in every step, for which it keeps room for the largest one"
-    yield "DEVICE_MAP = {"
-    yield from (f"    {name!r}: {device!r}," for name, device in device_map.items())
-    yield "}"
-    yield ""
-    yield "tokenizer = AutoTokenizer.from_pretrained(MODEL)"
-    yield "model = AutoModelForCausalLM.from_pretrained("
-    yield "    MODEL,"
-    yield "    dtype=torch.bfloat16,  # 16 bits: quantized layers cannot be offloaded as they are"
-    yield "    device_map=DEVICE_MAP,"
-    yield "    max_memory=MAX_MEMORY,"
-    yield '    offload_folder="offload",  # for what is on "disk"'
-    yield ")"
-    yield 'inputs = tokenizer("Hello", return_tensors="pt").to(model.device)'
-    yield "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))"
-
-
-def repository(subject: Subject) -> str:
-    """The model's own repository, whose weights are not quantized, else what was asked for."""
-    source = subject.source
-    if source.repo is None and source.path is not None:
-        return str(source.path)
-    model = resolve(source.name).model
-    return model.hf_id if model is not None else source.name

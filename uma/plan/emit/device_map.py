@@ -9,8 +9,10 @@ with accelerate itself is ``scripts/check_torch_device_map.py``.
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from uma.architecture.layers import Architecture, Attention, Parameter
+from uma.engines.transformers import weights_term
 from uma.errors import UnsupportedModel
 from uma.frozen import dataclass
 
@@ -26,11 +28,100 @@ FAMILIES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module with its bytes, and the modules in it that it may be split into."""
+    """A module with its bytes, and the modules in it that it may be split into.
+
+    ``host_bytes`` is what it takes in the host's memory or on disk where that is more: bitsandbytes
+    converts on cards alone.
+    """
 
     name: str
     size_bytes: int
     children: "tuple[Module, ...]" = ()
+    host_bytes: int = 0
+
+    def bytes_on(self, device: Device) -> int:
+        return max(self.size_bytes, self.host_bytes) if isinstance(device, str) else self.size_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        return max(self.size_bytes, self.host_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where each module is, and the bytes of weights in each place."""
+
+    device_map: dict[str, Device]
+    size_bytes: dict[Device, int]
+
+
+def placement(
+    architecture: Architecture, rooms: Mapping[Device, int], scheme: str | None = None
+) -> Placement:
+    """The map of a model in 16 bits, or in bitsandbytes' ``int8`` or ``nf4`` on the cards.
+
+    Modules that have no room on a card are not converted (transformers 5.24,
+    ``quantizers/quantizer_bnb_8bit.py``, ``_process_model_before_weight_loading``).
+
+    Raises:
+        UnsupportedModel: If the names of its modules are not known.
+    """
+    tied = architecture.tie_word_embeddings
+    modules = modules_of(architecture)
+    if scheme is not None:
+        converted = _converted(architecture, modules, scheme)
+        found = auto_device_map(converted, rooms, tied_head=tied)
+        if any(isinstance(device, str) for device in found.values()):
+            modules = _with_host(converted, modules)
+            found = auto_device_map(modules, rooms, tied_head=tied)
+        else:
+            modules = converted
+    else:
+        found = auto_device_map(modules, rooms, tied_head=tied)
+    sizes: dict[Device, int] = {}
+    for module in _parts(modules, found):
+        device = found.get(module.name, found.get(""))
+        assert device is not None
+        sizes[device] = sizes.get(device, 0) + module.bytes_on(device)
+    return Placement(found, sizes)
+
+
+def _parts(modules: Sequence[Module], found: Mapping[str, Device]) -> Iterator[Module]:
+    """The modules that the map names."""
+    for module in modules:
+        if module.name in found or "" in found:
+            yield module
+        else:
+            yield from _parts(module.children, found)
+
+
+def _converted(
+    architecture: Architecture, modules: Sequence[Module], scheme: str
+) -> tuple[Module, ...]:
+    """The same with the matrices of layers in ``scheme``."""
+    whole, head = modules
+    layers = tuple(
+        replace(module, size_bytes=_layer_bytes(architecture, index, scheme))
+        for index, module in enumerate(whole.children[1].children)
+    )
+    size = sum(layer.size_bytes for layer in layers)
+    inner = tuple(
+        replace(one, size_bytes=size, children=layers) if one.name == "model.layers" else one
+        for one in whole.children
+    )
+    return replace(whole, size_bytes=sum(one.size_bytes for one in inner), children=inner), head
+
+
+def _layer_bytes(architecture: Architecture, index: int, scheme: str) -> int:
+    alone = replace(architecture, layers=(architecture.layers[index],), parameters=())
+    return weights_term(alone, scheme).size_bytes
+
+
+def _with_host(converted: Sequence[Module], stored: Sequence[Module]) -> tuple[Module, ...]:
+    return tuple(
+        replace(one, host_bytes=other.size_bytes, children=_with_host(one.children, other.children))
+        for one, other in zip(converted, stored, strict=True)
+    )
 
 
 def modules_of(architecture: Architecture, bytes_each: int = 2) -> tuple[Module, ...]:
@@ -94,8 +185,9 @@ def auto_device_map(
         room = rooms.get(device)
         if room is not None and device in keep_room:
             room -= largest.size_bytes
-        if room is None or used + module.size_bytes <= room:
-            used += module.size_bytes
+        size = module.bytes_on(device)
+        if room is None or used + size <= room:
+            used += size
             placed[module.name] = device
             if tied_head and module.name == "model.embed_tokens":
                 placed["lm_head"] = device
@@ -123,8 +215,8 @@ class _Largest:
 
 def _largest(modules: Sequence[Module] | deque[Module]) -> _Largest:
     leaves = [leaf for module in modules for leaf in _leaves(module)]
-    size = max((leaf.size_bytes for leaf in leaves), default=0)
-    return _Largest(size, frozenset(leaf.name for leaf in leaves if leaf.size_bytes == size))
+    size = max((leaf.most_bytes for leaf in leaves), default=0)
+    return _Largest(size, frozenset(leaf.name for leaf in leaves if leaf.most_bytes == size))
 
 
 def _leaves(module: Module) -> Iterator[Module]:

@@ -23,9 +23,17 @@ Place = tuple[int, int, int, int]
 """First query of a slice, the one after its last, and the same of the keys that it sees."""
 
 
+Part = Callable[..., mx.array]
+"""The attention of one place: ``(place, queries, keys, values, ...)``."""
+
+
 @contextmanager
-def sliced_attention(slice_bytes: int) -> Iterator[None]:
-    """Within, ``mx.fast.scaled_dot_product_attention`` works slice by slice."""
+def sliced_attention(slice_bytes: int, join: "Join | None" = None) -> Iterator[None]:
+    """Within, ``mx.fast.scaled_dot_product_attention`` works slice by slice.
+
+    ``join`` makes one array of the slices, ``by_slices`` unless it is given.
+    """
+    join = join or by_slices
     whole = mx.fast.scaled_dot_product_attention
 
     def attention(
@@ -47,15 +55,16 @@ def sliced_attention(slice_bytes: int) -> Iterator[None]:
             keys, values = kv[0][:, :, first:end], kv[1][:, :, first:end]
             return whole(q[:, :, start:stop], keys, values, scale=scale, mask=rows, **more)
 
-        inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-        result: mx.array = _by_slices(part, places)(*inputs)
-        return result
+        return join(part, places, (q, k, v) if sinks is None else (q, k, v, sinks))
 
     mx.fast.scaled_dot_product_attention = attention
     try:
         yield
     finally:
         mx.fast.scaled_dot_product_attention = whole
+
+
+Join = Callable[[Part, list[Place], Sequence[mx.array]], mx.array]
 
 
 def _slices(length: int, keys: int, queries: int, mask: Mask) -> list[Place]:
@@ -83,29 +92,40 @@ def _seen(rows: mx.array, keys: int) -> tuple[int, int]:
     return int(columns[0]), int(columns[-1]) + 1
 
 
-def _by_slices(part: Callable[..., mx.array], places: list[Place]) -> Any:
+def by_slices(part: Part, places: list[Place], inputs: Sequence[mx.array]) -> mx.array:
     """``part`` over all places, joined, with a backward that recomputes one slice at a time."""
 
     @mx.custom_function
     def attention(*inputs: mx.array) -> Any:
-        outputs: list[mx.array] = []
-        for place in places:
-            outputs.append(part(place, *_after(outputs[-1:], inputs)))
-        return mx.concatenate(outputs, axis=2)
+        return forward(part, places, inputs)
 
     @attention.vjp
-    def backward(
-        inputs: tuple[mx.array, ...], cotangent: mx.array, _output: mx.array
-    ) -> tuple[mx.array, ...]:
-        total: list[mx.array] = []
-        for place in places:
-            piece = cotangent[:, :, place[0] : place[1]]
-            primals = _after(total, inputs)
-            _, slices = mx.vjp(lambda *x, at=place: part(at, *x), primals, [piece])
-            total = [a + b for a, b in zip(total, slices, strict=True)] if total else [*slices]
-        return tuple(total)
+    def _(inputs: tuple[mx.array, ...], cotangent: mx.array, _output: mx.array) -> Any:
+        return tuple(backward(part, places, inputs, cotangent))
 
-    return attention
+    result: mx.array = attention(*inputs)
+    return result
+
+
+def forward(part: Part, places: list[Place], inputs: Sequence[mx.array]) -> mx.array:
+    """Slice after slice, joined."""
+    outputs: list[mx.array] = []
+    for place in places:
+        outputs.append(part(place, *_after(outputs[-1:], inputs)))
+    return mx.concatenate(outputs, axis=2)
+
+
+def backward(
+    part: Part, places: list[Place], inputs: Sequence[mx.array], cotangent: mx.array
+) -> list[mx.array]:
+    """The gradients of ``inputs``, of one slice after the other."""
+    total: list[mx.array] = []
+    for place in places:
+        piece = cotangent[:, :, place[0] : place[1]]
+        primals = _after(total, inputs)
+        _, slices = mx.vjp(lambda *x, at=place: part(at, *x), primals, [piece])
+        total = [a + b for a, b in zip(total, slices, strict=True)] if total else [*slices]
+    return total
 
 
 def _after(done: list[mx.array], inputs: Sequence[mx.array]) -> list[mx.array]:

@@ -1,10 +1,9 @@
 """Checkpoints that are whole or absent: adapter, optimizer, random state and place in the data."""
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,18 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from uma.errors import CheckpointError, StorageError
+from uma.measurement.run_folder import (
+    CHECKPOINTS,
+    OPTIMIZER,
+    STATE,
+    State,
+    checkpoints,
+    read_state,
+    state_text,
+)
 from uma.runtime.lora.adapter import WEIGHTS, load_adapter, sync
 
-FOLDER, OPTIMIZER, STATE = "checkpoints", "optimizer.safetensors", "state.json"
 KEPT = 2
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """Where a run stands after ``iteration``; ``settings`` is what a resumed run must equal.
-
-    ``environment`` is what the numbers depend on beside it: bit for bit only where it is the same.
-    """
-
-    iteration: int
-    random_state: int
-    trained_tokens: int
-    settings: dict[str, Any]
-    environment: dict[str, Any]
 
 
 def save_checkpoint(
@@ -41,26 +34,37 @@ def save_checkpoint(
     Raises:
         StorageError: If the disk is full or the folder cannot be written; former checkpoints stay.
     """
-    final = run / FOLDER / f"{state.iteration:07d}"
+    final = run / CHECKPOINTS / f"{state.progress.iteration:07d}"
     partial = final.with_name(f".{final.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write(partial / WEIGHTS, dict(tree_flatten(model.trainable_parameters())))
         _write(partial / OPTIMIZER, dict(tree_flatten(optimizer.state)))
-        text = json.dumps({name: getattr(state, name) for name in State.__slots__}, indent=1)
-        (partial / STATE).write_text(text + "\n", encoding="utf-8")
+        (partial / STATE).write_text(state_text(state), encoding="utf-8")
         sync(partial / STATE)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
+        _replace(partial, final)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(
             f"the checkpoint cannot be written to {final}: {error}; earlier ones are kept"
         ) from error
     for old in checkpoints(run)[:-kept]:
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
     return final
+
+
+def _replace(partial: Path, final: Path) -> None:
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)
+    _sync_folder(final.parent)
+
+
+def _remove(old: Path) -> None:
+    """Remove a checkpoint, its state first: what is left of it is then none."""
+    with suppress(OSError):
+        (old / STATE).unlink()
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _write(path: Path, arrays: Mapping[str, Any]) -> None:
@@ -68,22 +72,13 @@ def _write(path: Path, arrays: Mapping[str, Any]) -> None:
     sync(path)
 
 
-def checkpoints(run: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    found = (run / FOLDER).glob("[0-9]" * 7)
-    return sorted(path for path in found if (path / STATE).is_file())
-
-
-def read_state(checkpoint: Path) -> State:
-    """The state of a checkpoint.
-
-    Raises:
-        CheckpointError: If it cannot be read.
-    """
+def _sync_folder(path: Path) -> None:
+    """Bring a new name in a folder to the disk."""
+    folder = os.open(path, os.O_RDONLY)
     try:
-        return State(**json.loads((checkpoint / STATE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint / STATE} cannot be read: {error}") from error
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def restore(checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
@@ -101,13 +96,3 @@ def restore(checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
     optimizer.state = tree_unflatten(list(arrays.items()))
     mx.eval(model.trainable_parameters(), optimizer.state)
     mx.random.seed(read_state(checkpoint).random_state)
-
-
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Settings that differ, as ``name: was, is``."""
-    names = sorted({*one, *other})
-    return [
-        f"{name}: was {one.get(name)}, is {other.get(name)}"
-        for name in names
-        if one.get(name) != other.get(name)
-    ]

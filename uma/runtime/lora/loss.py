@@ -42,7 +42,9 @@ def sliced_loss(
         total = [a + b for a, b in zip(total, by_own, strict=True)]
         mx.eval(loss, by_hidden, total)
         gradients.append(by_hidden)
-    return loss, _scattered(gradients, np.flatnonzero(weights), hidden), total
+    by_hidden = _scattered(gradients, np.flatnonzero(weights), hidden)
+    mx.eval(by_hidden)  # else the parts of it would live on into the next phase
+    return loss, by_hidden, total
 
 
 def sliced_loss_alone(
@@ -92,13 +94,12 @@ def _scattered(parts: list[mx.array], chosen: np.ndarray, hidden: mx.array) -> m
 
 def cross_entropy(logits: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
     """The weighted sum of cross-entropies of ``(positions, vocabulary)`` logits, in float32."""
-    outputs: Any = _loss_and_slope(logits, targets, weights)
+    outputs: Any = _DIFFERENTIABLE(logits, targets, weights)
     loss: mx.array = outputs[0]
     return loss
 
 
-@mx.custom_function
-def _loss_and_slope(
+def loss_and_slope(
     logits: mx.array, targets: mx.array, weights: mx.array
 ) -> tuple[mx.array, mx.array]:
     """The loss and its gradient by the logits, softmax minus one at the target, from one ``exp``.
@@ -117,7 +118,10 @@ def _loss_and_slope(
     return loss, slope.astype(logits.dtype)
 
 
-@_loss_and_slope.vjp
+_DIFFERENTIABLE = mx.custom_function(loss_and_slope)
+
+
+@_DIFFERENTIABLE.vjp
 def _backward(
     inputs: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
 ) -> tuple[mx.array, ...]:

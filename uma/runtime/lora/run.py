@@ -2,36 +2,52 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from uma.dataset.examples import Example
 from uma.errors import StorageError, UsageError
+from uma.measurement.run_folder import (
+    BEST,
+    RUN,
+    Event,
+    Progress,
+    State,
+    append,
+    checkpoints,
+    differences,
+    held,
+    read_state,
+    write_json,
+)
 from uma.runtime.backend import backend
 from uma.runtime.load import LoadedModel
 from uma.runtime.lora.adapter import WEIGHTS, Adapter, put_adapter, save_adapter
-from uma.runtime.lora.checkpoint import (
-    State,
-    checkpoints,
-    differences,
-    read_state,
-    restore,
-    save_checkpoint,
-)
+from uma.runtime.lora.checkpoint import KEPT, restore, save_checkpoint
 from uma.runtime.lora.optimizer import make_optimizer
 from uma.runtime.lora.random_state import random_state
 from uma.runtime.lora.threads import fix_threads
-from uma.runtime.lora.train import Course, Event, Progress, train
+from uma.runtime.lora.train import Course, exhausted, train
+from uma.runtime.measure import PhaseMeter
 from uma.runtime.versions import versions
 
-LOG = "log.jsonl"
-FREE = {"iters", "steps_per_report", "steps_per_eval", "val_batches", "save_every"}
+FREE = {
+    *("iters", "steps_per_report", "steps_per_eval", "val_batches", "save_every", "patience"),
+}
 """Of the course what a resumed run may change: it does not change what was trained."""
+
+ROUNDING = {"pass_tokens", "loss_rows", "attention_slice_bytes"}
+"""What changes the order of sums, and what dropout draws, and nothing else."""
+
+Ending = Literal["done", "stopped", "patience"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +60,38 @@ class Recipe:
     learning_rate: float
     warmup: int = 0
     cosine: bool = False
+    lr_schedule: dict[str, Any] | None = None
+    optimizer_config: dict[str, Any] | None = None
 
     def make_optimizer(self) -> Any:
         updates = -(-self.course.iters // self.course.grad_accumulation_steps)
         decay = updates if self.cosine else None
         return make_optimizer(
-            self.optimizer, self.learning_rate, warmup=self.warmup, decay_updates=decay
+            self.optimizer,
+            self.learning_rate,
+            warmup=self.warmup,
+            decay_updates=decay,
+            schedule=self.lr_schedule,
+            settings=self.optimizer_config,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes that a run was measured to hold: arrays by what they are for, and peaks by phase.
+
+    ``resting_bytes`` is the model with its adapter, before the first step.
+    """
+
+    resting_bytes: int
+    adapter_bytes: int
+    optimizer_bytes: int
+    pool_bytes: int
+    peaks: dict[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.peaks.values(), default=self.resting_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +99,60 @@ class Result:
     """How a run stands when it ends. ``notes`` are for a reader."""
 
     progress: Progress
+    ending: Ending
     trainable_parameters: int
     s_per_iter: float | None
     tokens_per_s: float | None
-    peak_memory_bytes: int
-    resting_bytes: int
+    held: Held
     notes: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Keeper:
+    """Writes what the training loop gives it into the folder of the run."""
+
+    folder: Path
+    loaded: LoadedModel
+    recipe: Recipe
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    on_event: Callable[[Event], None]
+    stopped: Callable[[], bool]
+    kept: int
+    optimizer: Any = None
+    meter: PhaseMeter = field(default_factory=PhaseMeter)
+    last: Event = field(default_factory=dict)
+
+    def phase(self, name: str) -> None:
+        self.meter.enter(name)
+
+    def report(self, event: Event) -> None:
+        """Log an event, with the memory now and at most and the share of the run that is left."""
+        iters = self.recipe.course.iters
+        peak = max(self.meter.peak_bytes, mx.get_peak_memory())
+        event |= {
+            "iters": iters,
+            "memory_bytes": mx.get_active_memory() + mx.get_cache_memory(),
+            "peak_memory_bytes": peak,
+        }
+        self.last |= event
+        if "s_per_iter" in self.last:
+            event["left_s"] = self.last["s_per_iter"] * (iters - event["iteration"])
+        append(self.folder, event)
+        self.on_event(event)
+
+    def save(self, progress: Progress) -> None:
+        state = State(progress, random_state(), self.settings, self.environment)
+        save_checkpoint(self.folder, self.loaded.model, self.optimizer, state, self.kept)
+        self.save_adapter(self.folder)
+        self.report({"event": "checkpoint", "iteration": progress.iteration})
+
+    def keep_best(self, progress: Progress) -> None:
+        self.save_adapter(self.folder / BEST)
+
+    def save_adapter(self, folder: Path) -> None:
+        weights = dict(tree_flatten(self.loaded.model.trainable_parameters()))
+        save_adapter(folder, weights, _adapter_config(self.loaded, self.recipe))
 
 
 def require_free(folder: Path, resume: bool) -> None:
@@ -93,76 +182,99 @@ def fine_tune(
     blas: str,
     on_event: Callable[[Event], None],
     stopped: Callable[[], bool] = lambda: False,
+    kept: int = KEPT,
+    about: Mapping[str, Any] = MappingProxyType({}),
 ) -> Result:
     """Train ``loaded`` in ``folder``; what mlx_lm loads stands there after every checkpoint.
 
-    ``data`` says what the examples were made of, ``blas`` what multiplies on the CPU.
+    ``data`` says what the examples were made of, ``blas`` what multiplies on the CPU. The newest
+    ``kept`` checkpoints stay. ``about`` is kept beside them for whoever asks how the run stands.
 
     Raises:
+        Busy: If another process trains in the folder.
         UsageError: If the folder holds another run, or the run there had other settings.
         Diverged: If a loss or gradient is not finite.
         StorageError: If something cannot be written.
     """
-    require_free(folder, resume)
-    mx.random.seed(recipe.course.seed)
-    trained = put_adapter(loaded.model, recipe.adapter)
-    mx.eval(trained)
-    optimizer = recipe.make_optimizer()
-    settings = _settings(loaded, recipe, data)
-    environment = _environment(folder, resume, blas)
-    progress = Progress()
-    notes: list[str] = []
-    if resume:
-        progress, notes = _resumed(loaded, optimizer, folder, settings, environment)
-    resting = mx.get_active_memory()
-    mx.reset_peak_memory()
-    last: Event = {}
-
-    def report(event: Event) -> None:
-        last.update(event)
-        _log(folder, event)
-        on_event(event)
-
-    def save(now: Progress) -> None:
-        state = State(now.iteration, random_state(), now.trained_tokens, settings, environment)
-        save_checkpoint(folder, loaded.model, optimizer, state)
-        weights = dict(tree_flatten(loaded.model.trainable_parameters()))
-        save_adapter(folder, weights, _adapter_config(loaded, recipe))
-        report({"event": "checkpoint", "iteration": now.iteration})
-
-    _log(folder, {"event": "begin", "iteration": progress.iteration, "settings": settings})
-    train(
-        loaded.model,
-        optimizer,
-        examples,
-        validation,
-        recipe.course,
-        progress,
-        report=report,
-        save=save,
-        stopped=stopped,
-    )
-    return Result(
-        progress,
-        sum(value.size for value in trained.values()),
-        last.get("s_per_iter"),
-        last.get("tokens_per_s"),
-        mx.get_peak_memory(),
-        resting,
-        tuple(notes),
-    )
+    with held(folder):
+        require_free(folder, resume)
+        mx.random.seed(recipe.course.seed)
+        trained = put_adapter(loaded.model, recipe.adapter)
+        mx.eval(trained)
+        keeper = _Keeper(
+            folder,
+            loaded,
+            recipe,
+            _settings(loaded, recipe, data),
+            _environment(folder, resume, blas, recipe.course),
+            on_event,
+            stopped,
+            kept,
+            recipe.make_optimizer(),
+        )
+        progress, notes = _resumed(keeper) if resume else (Progress(), [])
+        write_json(folder / RUN, {"pid": os.getpid(), "iters": recipe.course.iters, **about})
+        begin = {"event": "begin", "iteration": progress.iteration, "iters": recipe.course.iters}
+        append(folder, begin | {"settings": keeper.settings, "plan": about.get("plan")})
+        on_event(begin | {"notes": notes})
+        held_bytes = _trained(keeper, examples, validation, progress, trained)
+        parameters = sum(value.size for value in trained.values())
+        return _result(keeper, progress, parameters, held_bytes, notes)
 
 
-def _environment(folder: Path, resume: bool, blas: str) -> dict[str, Any]:
+def _trained(
+    keeper: _Keeper,
+    examples: Sequence[Example],
+    validation: Sequence[Example],
+    progress: Progress,
+    trained: Mapping[str, mx.array],
+) -> Held:
+    """Train, and say what it held; an error is noted in the log before it goes on."""
+    model, optimizer, course = keeper.loaded.model, keeper.optimizer, keeper.recipe.course
+    adapter_bytes = sum(value.nbytes for value in trained.values())
+    resting = mx.get_active_memory() - _optimizer_bytes(optimizer)
+    try:
+        train(model, optimizer, examples, validation, course, progress, keeper)
+    except Exception as error:
+        with suppress(StorageError):
+            append(keeper.folder, {"event": "end", "how": "failed", "text": str(error)})
+        raise
+    finally:
+        keeper.meter.finish()
+    meter = keeper.meter
+    return Held(resting, adapter_bytes, _optimizer_bytes(optimizer), meter.pool_bytes, meter.peaks)
+
+
+def _result(
+    keeper: _Keeper, progress: Progress, parameters: int, measured: Held, notes: list[str]
+) -> Result:
+    course = keeper.recipe.course
+    ending: Ending = "stopped"
+    if progress.iteration >= course.iters:
+        ending = "done"
+    elif exhausted(course, progress):
+        ending = "patience"
+    append(keeper.folder, {"event": "end", "how": ending, "iteration": progress.iteration})
+    rates = keeper.last.get("s_per_iter"), keeper.last.get("tokens_per_s")
+    return Result(progress, ending, parameters, *rates, measured, tuple(notes))
+
+
+def _optimizer_bytes(optimizer: Any) -> int:
+    arrays = (value for _, value in tree_flatten(optimizer.state))
+    return sum(value.nbytes for value in arrays if isinstance(value, mx.array))
+
+
+def _environment(folder: Path, resume: bool, blas: str, course: Course) -> dict[str, Any]:
     """What the last bits depend on; BLAS takes the number of threads that the run began with."""
     begun = read_state(checkpoints(folder)[-1]).environment if resume else {}
     threads = fix_threads(begun.get("threads"))
-    return versions() | {"backend": backend(), "blas": blas, "threads": threads}
+    order = {name: getattr(course, name) for name in ROUNDING}
+    return versions() | {"backend": backend(), "blas": blas, "threads": threads, **order}
 
 
 def _settings(loaded: LoadedModel, recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     """What a resumed run must have equal, as JSON gives it back."""
-    course = {k: v for k, v in asdict(recipe.course).items() if k not in FREE}
+    course = {k: v for k, v in asdict(recipe.course).items() if k not in FREE | ROUNDING}
     if recipe.cosine:
         course["iters"] = recipe.course.iters
     settings = {
@@ -174,32 +286,32 @@ def _settings(loaded: LoadedModel, recipe: Recipe, data: dict[str, Any]) -> dict
         "learning_rate": recipe.learning_rate,
         "warmup": recipe.warmup,
         "cosine": recipe.cosine,
+        "lr_schedule": recipe.lr_schedule,
+        "optimizer_config": recipe.optimizer_config,
         **data,
     }
     found: dict[str, Any] = json.loads(json.dumps(settings))
     return found
 
 
-def _resumed(
-    loaded: LoadedModel,
-    optimizer: Any,
-    folder: Path,
-    settings: dict[str, Any],
-    environment: dict[str, Any],
-) -> tuple[Progress, list[str]]:
-    newest = checkpoints(folder)[-1]
+def _resumed(keeper: _Keeper) -> tuple[Progress, list[str]]:
+    """Where the newest checkpoint stands, restored; the adapter in the folder is made its own."""
+    newest = checkpoints(keeper.folder)[-1]
     state = read_state(newest)
-    if changed := differences(state.settings, settings):
+    if changed := differences(state.settings, keeper.settings):
         listed = "\n".join(f"  {line}" for line in changed)
-        raise UsageError(f"{folder} was trained with other settings; give the same:\n{listed}")
-    restore(newest, loaded.model, optimizer)
-    notes = [f"resumed from iteration {state.iteration}"]
-    if moved := differences(state.environment, environment):
+        raise UsageError(
+            f"{keeper.folder} was trained with other settings; give the same:\n{listed}"
+        )
+    restore(newest, keeper.loaded.model, keeper.optimizer)
+    keeper.save_adapter(keeper.folder)
+    notes = [f"resumed from iteration {state.progress.iteration}"]
+    if moved := differences(state.environment, keeper.environment):
         notes.append(
             f"not bit for bit what an unbroken run would give: {'; '.join(moved)} (same settings, "
             "other arithmetic)"
         )
-    return Progress(state.iteration, state.trained_tokens), notes
+    return state.progress, notes
 
 
 def _adapter_config(loaded: LoadedModel, recipe: Recipe) -> dict[str, Any]:
@@ -221,12 +333,3 @@ def fingerprint(folder: Path) -> str:
         with path.open("rb") as file:
             digest.update(file.read(1 << 20))
     return digest.hexdigest()[:16]
-
-
-def _log(folder: Path, event: Event) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / LOG).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
-    except OSError as error:
-        raise StorageError(f"{folder / LOG} cannot be written: {error.strerror}") from error

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 
 from uma.runtime.lora import attention
 from uma.runtime.lora.loss import cross_entropy
+from uma.runtime.lora.recurrence import chunked_recurrences
 from uma.runtime.lora.tape import Gradients, Tape
 
 
@@ -47,7 +48,7 @@ def loss_and_gradients(
     Raises:
         UnsupportedModel: If the model's layers do not follow one another as the step needs.
     """
-    with attention.sliced_attention(attention_slice_bytes):
+    with attention.sliced_attention(attention_slice_bytes), chunked_recurrences():
         tape = Tape(model, batch.tokens, batch.segments)
         loss = tape.tail(batch.targets.reshape(-1), batch.weights.reshape(-1), loss_rows)
         tape.backward()
@@ -56,7 +57,7 @@ def loss_and_gradients(
 
 def loss_of(model: nn.Module, batch: Batch) -> mx.array:
     """The loss alone, evaluated: layer by layer and slice by slice too."""
-    with attention.sliced_attention(attention.SLICE_BYTES):
+    with attention.sliced_attention(attention.SLICE_BYTES), chunked_recurrences():
         tape = Tape(model, batch.tokens, batch.segments, record=False)
         return tape.tail(batch.targets.reshape(-1), batch.weights.reshape(-1), None)
 

@@ -115,7 +115,7 @@ class Tape:
             stand_in = substituted(output, [last], [hidden[None]])
             with intercepted(self.layers, lambda *_, **__: stand_in):
                 found: mx.array = self._with_outside(own, lambda: self.model(tokens[at][None]))
-            return found[0]
+            return found.squeeze(0)  # found[0] has a gradient that is padded with zeros
 
         hidden = last.reshape(-1, last.shape[-1])
         if rows is None:
@@ -157,7 +157,9 @@ class Tape:
 
         cotangents = [self.cotangents.pop(id(arrays(call.output)[place])) for place in places]
         with at_random_state(call.random_state):
-            _, found = mx.vjp(run, [*(value for _, value in trained), *inputs], cotangents)
+            primals = [*(value for _, value in trained), *inputs]
+            # What the layer gives is dropped: as long as it has a name, so has what it is made of.
+            found = mx.vjp(run, primals, cotangents)[1]
             layer.update(tree_unflatten(trained))
             mx.eval(found)
         for name, gradient in zip(names, found, strict=False):
@@ -203,7 +205,7 @@ class Tape:
             found = differentiable(reached)
             return [found[place] for place in places]
 
-        _, found = mx.vjp(run, [*self.outside, *leaves], list(cotangents))
+        found = mx.vjp(run, [*self.outside, *leaves], list(cotangents))[1]
         mx.eval(found)
         for name, gradient in zip(self.outside_names, found, strict=False):
             self._add_gradient(name, gradient)

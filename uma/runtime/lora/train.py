@@ -1,31 +1,37 @@
-"""The training loop: micro-batches, updates, validation and checkpoints."""
+"""The training loop: updates from one or several batches, validation, and when to stop."""
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
-from uma.dataset.batches import batch_plan, padded_length
+from uma.dataset.batches import batch_plan
 from uma.dataset.examples import Example
-from uma.dataset.packing import packs
-from uma.errors import UmaError, UnsupportedModel
-from uma.runtime.lora.step import Batch, hidden_of, loss_and_gradients, loss_of
+from uma.errors import UmaError
+from uma.measurement.run_folder import Event, Progress
+from uma.runtime.lora import attention
+from uma.runtime.lora.batching import (
+    Batches,
+    Unit,
+    batch_of,
+    inputs_of,
+    passes_of,
+    require_packable,
+    targets_of,
+    units_of,
+)
+from uma.runtime.lora.random_state import at_random_state, random_state
+from uma.runtime.lora.step import loss_and_gradients, loss_of
 from uma.runtime.lora.tape import Gradients
-
-Event = dict[str, Any]
-
-PACKING_TOLERANCE = {True: 1e-4, False: 0.03}
-"""Of the last layer's output, in float32 or not; bfloat16 rounds each number to 4e-3."""
 
 
 class Diverged(UmaError):
-    """The loss or a gradient is not finite; nothing of it reached the adapter."""
+    """The loss, a gradient or the adapter is not finite; nothing of it was saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,12 @@ class Course:
 
     Every ``grad_accumulation_steps`` batches make one update, each token of them of equal weight.
     ``max_grad_norm`` bounds the norm of all gradients together. With ``pack_tokens`` a row of a
-    batch holds as many examples as fit into so many tokens.
+    batch holds as many examples as fit into so many tokens. After ``patience`` validations
+    without a new lowest loss it ends.
+
+    ``pass_tokens`` positions of a batch at most go through the model together, and ``loss_rows``
+    of them through the head: smaller ones take less memory, and change nothing but rounding and
+    what dropout draws.
     """
 
     iters: int
@@ -47,97 +58,26 @@ class Course:
     steps_per_eval: int = 200
     val_batches: int = 25
     save_every: int = 100
+    patience: int | None = None
+    pass_tokens: int | None = None
+    loss_rows: int | None = None
+    attention_slice_bytes: int = attention.SLICE_BYTES
 
 
-@dataclass(slots=True)
-class Progress:
-    """Where a run stands, and the last losses."""
+class Keeper(Protocol):
+    """What becomes of what the loop does."""
 
-    iteration: int = 0
-    trained_tokens: int = 0
-    train_loss: float | None = None
-    val_loss: float | None = None
+    def phase(self, name: str) -> None:
+        """A part of the work begins whose memory has a peak of its own."""
 
+    def report(self, event: Event) -> None: ...
 
-Unit = Sequence[Example]
-"""What fills a row of a batch: one example, or several that are packed."""
+    def save(self, progress: Progress) -> None: ...
 
+    def keep_best(self, progress: Progress) -> None: ...
 
-def units_of(examples: Sequence[Example], pack_tokens: int | None = None) -> list[Unit]:
-    """Each example by itself, or packed into rows of up to ``pack_tokens`` inputs."""
-    if pack_tokens is None:
-        return [[example] for example in examples]
-    inputs = [len(e.tokens) - 1 for e in examples]
-    return [[examples[n] for n in row] for row in packs(inputs, pack_tokens)]
-
-
-def inputs_of(unit: Unit) -> int:
-    """Positions that it fills: the last token of an example is only a target."""
-    return sum(len(e.tokens) - 1 for e in unit)
-
-
-def batch_of(units: Sequence[Unit], token_weight: float) -> Batch:
-    """Padded inputs and targets; each supervised target weighs ``token_weight``."""
-    shape = len(units), padded_length(max(map(inputs_of, units)))
-    tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    weights, segments = np.zeros(shape, np.float32), np.full(shape, -1, np.int32)
-    for row, unit in enumerate(units):
-        at = 0
-        for number, example in enumerate(unit):
-            to = at + len(example.tokens) - 1
-            tokens[row, at:to], targets[row, at:to] = example.tokens[:-1], example.tokens[1:]
-            weights[row, at:to] = np.array(example.supervised[1:], np.float32) * token_weight
-            segments[row, at:to] = number
-            at = to
-    packed = any(len(unit) > 1 for unit in units)
-    return Batch(tokens, targets, weights, segments if packed else None)
-
-
-def require_packable(model: nn.Module) -> None:
-    """Compare what the layers give for two short examples in one row with the same apart.
-
-    Raises:
-        UnsupportedModel: If it differs: a layer sees past its own example.
-    """
-    model.eval()
-    examples = [
-        Example(n, tuple(range(3 + n, 3 + n + length)), (True,) * length, {})
-        for n, length in enumerate((21, 13))
-    ]
-    apart = mx.concatenate(
-        [hidden_of(model, batch_of([[e]], 1.0))[:, : len(e.tokens) - 1] for e in examples], axis=1
-    )
-    together = hidden_of(model, batch_of([examples], 1.0))[:, : apart.shape[1]]
-    tolerance = PACKING_TOLERANCE[apart.dtype == mx.float32]
-    apart, together = apart.astype(mx.float32), together.astype(mx.float32)
-    distance = _number(mx.linalg.norm(together - apart) / mx.linalg.norm(apart))
-    if distance > tolerance:
-        raise UnsupportedModel(
-            "examples cannot be packed for this model: in one row its layers give something else "
-            f"than apart (by {distance:.2%}); leave out --packing"
-        )
-
-
-class Batches:
-    """The batches of all epochs by number, from 0."""
-
-    def __init__(self, units: Sequence[Unit], batch_size: int, seed: int) -> None:
-        self.units, self.batch_size, self.seed = units, batch_size, seed
-        self.lengths = [inputs_of(unit) for unit in units]
-        self.per_epoch = -(-len(units) // batch_size)
-        self._epoch, self._plan = -1, [[0]]
-
-    def __getitem__(self, number: int) -> list[Unit]:
-        epoch, place = divmod(number, self.per_epoch)
-        if epoch != self._epoch:
-            self._plan = batch_plan(self.lengths, self.batch_size, seed=self.seed, epoch=epoch)
-            self._epoch = epoch
-        return [self.units[n] for n in self._plan[place]]
-
-
-def targets_of(units: Sequence[Unit]) -> int:
-    """Supervised targets of a batch."""
-    return sum(e.targets for unit in units for e in unit)
+    def stopped(self) -> bool:
+        """Whether somebody asked to save and leave."""
 
 
 def train(
@@ -147,15 +87,12 @@ def train(
     validation: Sequence[Example],
     course: Course,
     progress: Progress,
-    *,
-    report: Callable[[Event], None],
-    save: Callable[[Progress], None],
-    stopped: Callable[[], bool] = lambda: False,
+    keeper: Keeper,
 ) -> Progress:
-    """Train from ``progress.iteration`` to ``course.iters``.
+    """Train from ``progress.iteration`` to ``course.iters``, or until the loss no longer falls.
 
-    ``save`` is called after updates, at least every ``save_every`` iterations, at the end, and when
-    ``stopped()`` says so. Validation runs before the first update, then every ``steps_per_eval``.
+    It is saved after updates, at least every ``save_every`` iterations, at the end, and when
+    ``keeper.stopped()``. Validation runs before the first update, then every ``steps_per_eval``.
 
     Raises:
         Diverged: If a loss or gradient is not finite; the update is not made.
@@ -165,24 +102,43 @@ def train(
         require_packable(model)
     batches = Batches(units_of(examples, course.pack_tokens), course.batch_size, course.seed)
     window = _Window()
-    if not progress.iteration and validation:
-        _validate(model, validation, course, progress, report)
-    halted = stopped()
-    while progress.iteration < course.iters and not halted:
+    halted = keeper.stopped()
+    if not progress.iteration and validation and not halted:
+        _try_step(model, batches.units)
+        _validate(model, validation, course, progress, keeper)
+    while progress.iteration < course.iters and not (halted or exhausted(course, progress)):
         before = progress.iteration
-        model.train()
+        keeper.phase("backward")
         _step(model, optimizer, batches, course, progress, window)
-        halted = stopped()
+        halted = keeper.stopped()
         done = progress.iteration == course.iters
         if done or _passed(before, progress.iteration, course.steps_per_report):
             progress.train_loss = window.loss
-            report(window.event(progress, optimizer))
+            keeper.report(window.event(progress, optimizer))
             window = _Window()
         if validation and (done or _passed(before, progress.iteration, course.steps_per_eval)):
-            _validate(model, validation, course, progress, report)
-        if done or halted or _passed(before, progress.iteration, course.save_every):
-            save(progress)
+            _validate(model, validation, course, progress, keeper)
+        done = done or halted or exhausted(course, progress)
+        if done or _passed(before, progress.iteration, course.save_every):
+            keeper.phase("save")
+            _require_finite_adapter(model, progress.iteration)
+            keeper.save(progress)
     return progress
+
+
+def _try_step(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Go back through the model once with the shortest row, for nothing.
+
+    A layer without a gradient fails now, and not after a long validation (case E6).
+    """
+    model.train()
+    with at_random_state(random_state()):
+        loss_and_gradients(model, batch_of([min(units, key=inputs_of)], 1.0))
+
+
+def exhausted(course: Course, progress: Progress) -> bool:
+    """Whether the validation loss has not fallen for as long as was asked."""
+    return course.patience is not None and progress.worse >= course.patience
 
 
 def _step(
@@ -198,7 +154,8 @@ def _step(
     count = min(course.grad_accumulation_steps, course.iters - first)
     group = [batches[n] for n in range(first, first + count)]
     started = time.perf_counter()
-    loss, gradients = _accumulated(model, group, first)
+    model.train()
+    loss, gradients = _accumulated(model, group, first, course)
     _update(model, optimizer, gradients, course.max_grad_norm)
     tokens = sum(map(targets_of, group))
     window.add(loss, tokens, count, time.perf_counter() - started)
@@ -211,19 +168,25 @@ def _passed(before: int, now: int, every: int) -> bool:
 
 
 def _accumulated(
-    model: nn.Module, group: Sequence[Sequence[Unit]], first: int
+    model: nn.Module, group: Sequence[Sequence[Unit]], first: int, course: Course
 ) -> tuple[float, Gradients]:
     """Loss and gradients of one update, the mean over all its supervised tokens."""
     weight = 1 / sum(map(targets_of, group))
     total, gradients = 0.0, Gradients()
     for n, batch in enumerate(group, start=first + 1):
-        loss, found = loss_and_gradients(model, batch_of(batch, weight))
-        _require_finite(loss, found, n, batch)
-        total += _number(loss)
-        if gradients:
-            found = {name: gradients[name] + value for name, value in found.items()}
-            mx.eval(found)
-        gradients = found
+        for part in passes_of(batch, course.pass_tokens):
+            loss, found = loss_and_gradients(
+                model,
+                batch_of(part, weight),
+                loss_rows=course.loss_rows,
+                attention_slice_bytes=course.attention_slice_bytes,
+            )
+            _require_finite(loss, found, n, part)
+            total += _number(loss)
+            if gradients:
+                found = {name: gradients[name] + value for name, value in found.items()}
+                mx.eval(found)
+            gradients = found
     return total, gradients
 
 
@@ -232,18 +195,31 @@ def _number(value: mx.array) -> float:
     return float(number)
 
 
+def _not_finite(values: dict[str, mx.array]) -> str | None:
+    """The first of the arrays that holds a NaN or an infinity."""
+    finite: Any = mx.stack([mx.isfinite(value).all() for value in values.values()]).tolist()
+    return next((name for name, ok in zip(values, finite, strict=True) if not ok), None)
+
+
 def _require_finite(
     loss: mx.array, gradients: Gradients, iteration: int, batch: Sequence[Unit]
 ) -> None:
-    values = {"loss": loss} | gradients
-    finite: Any = mx.stack([mx.isfinite(value).all() for value in values.values()]).tolist()
-    bad = [name for name, ok in zip(values, finite, strict=True) if not ok]
-    if bad:
+    bad = _not_finite({"loss": loss} | gradients)
+    if bad is not None:
         lines = ", ".join(str(e.line) for unit in batch for e in unit)
-        what = "the loss" if bad[0] == "loss" else f"the gradient of {bad[0]}"
+        what = "the loss" if bad == "loss" else f"the gradient of {bad}"
         raise Diverged(
             f"{what} is not finite in iteration {iteration} (lines {lines} of train.jsonl); the "
             "adapter is as it was before; lower --learning-rate, or look at those lines"
+        )
+
+
+def _require_finite_adapter(model: nn.Module, iteration: int) -> None:
+    bad = _not_finite(dict(tree_flatten(model.trainable_parameters())))
+    if bad is not None:
+        raise Diverged(
+            f"{bad} is not finite after iteration {iteration}; it is not saved, and what was saved "
+            "before is as it was; lower --learning-rate, or bound --max-grad-norm"
         )
 
 
@@ -258,16 +234,21 @@ def _update(model: nn.Module, optimizer: Any, gradients: Gradients, max_norm: fl
 
 
 def validation_loss(
-    model: nn.Module, examples: Sequence[Example], batch_size: int, max_batches: int = -1
+    model: nn.Module,
+    examples: Sequence[Example],
+    batch_size: int,
+    max_batches: int = -1,
+    pass_tokens: int | None = None,
 ) -> float:
     """The mean loss of a supervised token, over the first batches of like length."""
-    lengths = [len(e.tokens) for e in examples]
+    lengths = [len(e.tokens) - 1 for e in examples]
     plan = batch_plan(lengths, batch_size, seed=0, epoch=0)
     total, tokens = 0.0, 0
     model.eval()
     for batch in plan[: None if max_batches < 0 else max_batches]:
         chosen = [[examples[n]] for n in batch]
-        total += _number(loss_of(model, batch_of(chosen, 1.0)))
+        for part in passes_of(chosen, pass_tokens):
+            total += _number(loss_of(model, batch_of(part, 1.0)))
         tokens += targets_of(chosen)
     return total / tokens if tokens else math.nan
 
@@ -277,15 +258,33 @@ def _validate(
     validation: Sequence[Example],
     course: Course,
     progress: Progress,
-    report: Callable[[Event], None],
+    keeper: Keeper,
 ) -> None:
     started = time.perf_counter()
-    progress.val_loss = validation_loss(model, validation, course.batch_size, course.val_batches)
-    report(
+    keeper.phase("validation")
+    loss = validation_loss(
+        model, validation, course.batch_size, course.val_batches, course.pass_tokens
+    )
+    if not math.isfinite(loss):
+        raise Diverged(
+            f"the validation loss is {loss} after iteration {progress.iteration}; what was saved "
+            "before is as it was; lower --learning-rate, or look at valid.jsonl"
+        )
+    progress.val_loss = loss
+    if progress.iteration:
+        if progress.best_val_loss is None or loss < progress.best_val_loss:
+            progress.best_val_loss, progress.best_iteration = loss, progress.iteration
+            progress.worse = 0
+            keeper.keep_best(progress)
+        else:
+            progress.worse += 1
+    keeper.report(
         {
             "event": "validation",
             "iteration": progress.iteration,
-            "val_loss": progress.val_loss,
+            "val_loss": loss,
+            "best_val_loss": progress.best_val_loss,
+            "best_iteration": progress.best_iteration,
             "seconds": time.perf_counter() - started,
         }
     )
@@ -319,5 +318,4 @@ class _Window:
             "tokens_per_s": self.tokens / self.seconds,
             "s_per_iter": self.seconds / self.iterations,
             "trained_tokens": progress.trained_tokens,
-            "peak_memory_bytes": mx.get_peak_memory(),
         }

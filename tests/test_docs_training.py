@@ -1,0 +1,95 @@
+"""Every table of docs/training-memory.md, computed anew, and what its sentences make of them."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import docs_outputs  # noqa: E402
+import training_tables as tables  # noqa: E402
+
+from uma.cli import main  # noqa: E402
+from uma.engines.torch_model import Settings  # noqa: E402
+from uma.machine import verdict  # noqa: E402
+from uma.units import GB  # noqa: E402
+from uma.workload import Sharding  # noqa: E402
+
+PAGE = (ROOT / "docs" / "training-memory.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_each_table_of_the_page_is_what_the_library_computes(name: str) -> None:
+    assert tables.table(name) in PAGE, "python scripts/training_tables.py"
+
+
+def test_no_table_with_a_name_is_left_unwritten() -> None:
+    assert set(re.findall(r"<!-- table: (\w+) -->", PAGE)) == set(tables.TABLES)
+
+
+def test_each_output_of_the_page_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    blocks = docs_outputs.BLOCK.findall(PAGE)
+    assert blocks
+    for command, shown in blocks:
+        main(shlex.split(command)[1:])
+        printed = capsys.readouterr().out
+        assert printed == shown, "python scripts/docs_outputs.py docs/training-memory.md"
+
+
+def test_sixteen_bytes_leave_out_the_update() -> None:
+    """Master weights 4, weights 2, gradients 2, moments 8; the update takes 4 more."""
+    asked = {"method": "full", "max_seq_length": 2048, **tables.ONE_ROW}
+    case = tables.torch("llama-2-7b-hf", settings=tables.MIXED, **asked)
+    bytes_each = case.needed_bytes() / case.architecture.num_parameters
+    assert bytes_each == pytest.approx(16 + 4, abs=0.05)
+
+
+def test_embeddings_and_head_make_the_other_half_of_a_4_bit_base() -> None:
+    case = tables.torch("llama-3-8b", quantized="nf4")
+    outside = 4 * sum(p.size for p in case.architecture.parameters)
+    assert outside / tables.term(case, "weights") == pytest.approx(0.5, abs=0.03)
+
+
+def test_sharding_alone_does_not_bring_a_70b_onto_8_cards_and_the_host_does() -> None:
+    asked = {"method": "full", "max_seq_length": 2048, "mem_kind": "device", **tables.ONE_ROW}
+    found = {}
+    for place in ("", "host"):
+        spread = Sharding(data=8, zero_stage=3, offload_optimizer=place)  # type: ignore[arg-type]
+        case = tables.torch(
+            "llama-3-70b", "8xa100-80gb", Settings(deepspeed=True), sharding=spread, **asked
+        )
+        found[place] = verdict(8 * case.needed_bytes(), case.budget)
+    assert found == {"": "exceeds", "host": "fits"}
+
+
+def test_a_70b_base_in_4_bits_is_larger_than_a_card_of_24_gb() -> None:
+    assert tables.term(tables.torch("llama-3-70b", quantized="nf4-double"), "weights") > 24 * GB
+
+
+def test_every_layer_is_best_unless_the_loss_binds() -> None:
+    rows = {row[0]: row for row in tables.checkpointing_table()}
+    sizes = {
+        name: [float(cell.split()[0]) for cell in row[3:5]]
+        for name, row in rows.items()
+        if "4,096" in name
+    }
+    assert sizes["Llama-2-7B, 4,096"][0] < sizes["Llama-2-7B, 4,096"][1]
+    assert sizes["Llama-3-8B, 4,096"][0] > sizes["Llama-3-8B, 4,096"][1]
+
+
+def test_attention_in_full_makes_memory_quadratic_only_without_checkpointing() -> None:
+    plain, checkpointed = (
+        [
+            tables.mlx("llama-3-8b", 4, max_seq_length=n, grad_checkpoint=k).needed_bytes()
+            for n in (1024, 4096)
+        ]
+        for k in (0, 1)
+    )
+    assert plain[1] > 5 * plain[0]
+    assert checkpointed[1] < 4 * checkpointed[0]

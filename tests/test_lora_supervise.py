@@ -1,0 +1,260 @@
+"""Training in a child process: what its end means, what the parent says, how it goes on."""
+
+import json
+import os
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import saved_model
+
+from uma.measurement.run_folder import checkpoints, events, is_held
+from uma.measurement.run_status import read_status
+from uma.runtime.lora.supervise import awake_command, cause_of, run_child
+
+ROOT = Path(__file__).parents[1]
+METAL = (
+    "libc++abi: terminating due to uncaught exception of type std::runtime_error: [METAL] Command "
+    "buffer execution failed: {}"
+)
+ENDS = {
+    "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)": "out_of_memory",
+    "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)": (
+        "interactivity"
+    ),
+    "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)": "timeout",
+}
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+@pytest.mark.parametrize("text", ENDS)
+def test_an_abort_of_metal_is_told_by_its_cause(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With plain mlx_lm the process is gone, and nobody is left to say why (cases B4, B7)."""
+    said = METAL.format(text)
+    code = f"import os, sys; sys.stderr.write({said!r}); sys.stderr.flush(); os.abort()"
+    ended = run_child(python(code), allow_sleep=True)
+    assert ended.code == -signal.SIGABRT
+    cause = cause_of(ended)
+    assert cause is not None
+    assert cause.cause == ENDS[text]
+    assert cause.smaller_helps
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="MLX's CPU backend")
+def test_memory_that_mlx_does_not_get_is_told_by_its_cause() -> None:
+    """On the CPU MLX 0.32.4 does not look whether it got the memory, and touches it."""
+    code = (
+        "import mlx.core as mx, resource\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
+        "mx.eval(mx.zeros((1 << 16, 1 << 16)) + 1)"
+    )
+    cause = cause_of(run_child(python(code), allow_sleep=True))
+    assert cause is not None
+    assert "no more memory" in cause.text or cause.cause == "out_of_memory"
+    assert cause.smaller_helps
+
+
+def test_a_child_that_ends_by_itself_has_no_cause_and_its_output_is_kept() -> None:
+    for code in (0, 1, 2, 3, 130):
+        ended = run_child(python(f"import sys; print({code}); sys.exit({code})"), allow_sleep=True)
+        assert (ended.code, ended.output) == (code, f"{code}\n")
+        assert cause_of(ended) is None
+
+
+def test_a_mac_is_kept_awake_without_keeping_its_display_on() -> None:
+    assert awake_command(7) == ["caffeinate", "-is", "-w", "7"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model("full", tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture
+def run(base: Path, tmp_path: Path) -> "Run":
+    data = tmp_path / "data"
+    data.mkdir()
+    rows = [{"prompt": f"What is {n}?", "completion": f"The number {n}."} for n in range(12)]
+    for name, part in (("train", rows[4:]), ("valid", rows[:4])):
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return Run(base, tmp_path)
+
+
+class Run:
+    """``uma lora train`` as a process of its own, and its folder."""
+
+    def __init__(self, base: Path, home: Path) -> None:
+        self.base, self.home, self.folder = base, home, home / "run"
+        self.environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "UMA_STATE_DIR": str(home / "state"),
+        }
+
+    def arguments(self, *more: str) -> list[str]:
+        return [
+            *("lora", "train", str(self.base), "--data", str(self.home / "data")),
+            *("--adapter-path", str(self.folder), "--num-layers", "2", "--batch-size", "4"),
+            *("--save-every", "5", "--steps-per-report", "1", "--steps-per-eval", "50"),
+            *("--dropout", "0.1", "--val-batches", "1", "--allow-concurrent", *more),
+        ]
+
+    def start(self, *more: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "uma", *self.arguments(*more)],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def uma(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "uma", *arguments]
+        return subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, check=False, timeout=120
+        )
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(
+            self.uma("lora", "status", str(self.folder), "--json").stdout
+        )
+        return found
+
+    def wait_for(self, iteration: int, begins: int = 1) -> None:
+        """Until a checkpoint at or after ``iteration`` is kept."""
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            log = events(self.folder)
+            begun = sum(e["event"] == "begin" for e in log) >= begins
+            kept = [e["iteration"] for e in log if e["event"] == "checkpoint"]
+            if begun and kept and kept[-1] >= iteration:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"not at iteration {iteration} in time: {events(self.folder)[-3:]}")
+
+
+def test_a_killed_child_is_told_with_what_is_left_and_the_command_that_goes_on(run: Run) -> None:
+    parent = run.start("--iters", "4000")
+    run.wait_for(5)
+    status = run.status()
+    assert status["state"] == "running"
+    assert status["iteration"] >= 5
+    assert status["iters"] == 4000
+    assert status["left_s"] > 0
+    assert status["memory_bytes"] > 0
+    os.kill(status["pid"], signal.SIGKILL)
+    _, errors = parent.communicate(timeout=60)
+    assert parent.returncode == 1
+    told = errors[errors.index("uma: training ended after iteration") :]
+    assert "memory ran out" in told
+    assert "last memory line: " in told
+    kept = int(checkpoints(run.folder)[-1].name)
+    assert f"kept: the checkpoint of iteration {kept}, the adapter in {run.folder}" in told
+    ended = run.status()
+    assert ended["state"] == "killed"
+    assert ended["checkpoint_iteration"] == kept
+    assert ended["command"] in told
+    iters = str(kept + 5)
+    command = ["lora", *shlex.split(ended["command"])[2:]]
+    command[command.index("--iters") + 1] = iters
+    done = run.uma(*command, "--json")
+    assert json.loads(done.stdout)["iters"] == kept + 5
+    assert run.status()["state"] == "done"
+    assert run.uma("lora", "status").stdout.startswith(f"{run.folder}: done, iteration {iters}")
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="Linux")
+def test_a_disk_that_is_full_is_one_clear_line_and_nothing_saved_is_lost(run: Run) -> None:
+    """As on a full disk, no file takes more than the log has already."""
+    parent = run.start("--iters", "4000")
+    run.wait_for(5)
+    size = (run.folder / "log.jsonl").stat().st_size
+    resource.prlimit(run.status()["pid"], resource.RLIMIT_FSIZE, (size, size))
+    _, errors = parent.communicate(timeout=60)
+    assert parent.returncode == 1
+    last = errors.splitlines()[-1]
+    assert last.startswith("uma: ")
+    assert "cannot be written" in last
+    status = read_status(run.folder)
+    assert status.checkpoint is not None
+    assert status.checkpoint >= 5
+    kept = status.checkpoint + 5
+    done = run.uma(*run.arguments("--iters", str(kept), "--resume", "--json"))
+    assert json.loads(done.stdout)["iters"] == kept
+
+
+def test_auto_resume_goes_on_from_the_checkpoint_with_half_the_rows_at_once(run: Run) -> None:
+    parent = run.start("--iters", "4000", "--auto-resume")
+    run.wait_for(5)
+    os.kill(run.status()["pid"], signal.SIGKILL)
+    run.wait_for(10, begins=2)
+    parent.send_signal(signal.SIGTERM)
+    _, errors = parent.communicate(timeout=60)
+    assert parent.returncode == 130
+    assert "going on with 2 of the longest rows at once" in errors
+    begins = [event for event in events(run.folder) if event["event"] == "begin"]
+    assert [event["plan"]["micro_batch"] for event in begins] == [4, 2]
+    assert begins[1]["iteration"] >= 5
+    assert "pass_tokens" in errors  # in the note that it is not bit for bit the unbroken run
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_signals_to_the_parent_save_and_leave(run: Run, number: int) -> None:
+    parent = run.start("--iters", "4000")
+    run.wait_for(5)
+    parent.send_signal(number)
+    output, _ = parent.communicate(timeout=60)
+    assert parent.returncode == 130
+    assert "--resume" in output
+    status = read_status(run.folder)
+    assert status.how == "stopped"
+    assert status.checkpoint == status.iteration
+    assert status.can_continue
+
+
+def test_a_child_whose_parent_is_gone_saves_and_leaves(run: Run) -> None:
+    parent = run.start("--iters", "4000")
+    run.wait_for(5)
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + 30
+    while is_held(run.folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    status = read_status(run.folder)
+    assert status.how == "stopped"
+    assert status.checkpoint == status.iteration
+
+
+def test_a_detached_run_outlives_the_command_and_is_ended_by_a_signal(run: Run) -> None:
+    done = run.uma(*run.arguments("--iters", "4000", "--detach"))
+    assert done.returncode == 0
+    pid = int(done.stdout.split("process ")[1].split(";")[0])
+    assert os.getsid(pid) == pid  # a session of its own: no terminal's end reaches it
+    run.wait_for(5)
+    assert read_status(run.folder).how == "running"
+    second = run.uma(*run.arguments("--iters", "4000", "--resume"))
+    assert second.returncode == 1
+    assert "another process trains in" in second.stderr
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + 30
+    while is_held(run.folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert read_status(run.folder).how == "stopped"
+
+
+def test_a_detached_run_that_cannot_begin_says_so_at_once(run: Run) -> None:
+    (run.home / "data" / "train.jsonl").write_text('{"txt": 1}\n')
+    done = run.uma(*run.arguments("--detach"))
+    assert done.returncode == 1
+    assert "train.jsonl:1:1" in done.stderr

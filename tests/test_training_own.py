@@ -1,0 +1,112 @@
+"""The prediction of our own trainer's step against what ``bench_training_memory.py`` measured."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import CONFIGS
+
+from uma.architecture import architecture_from_config
+from uma.dataset.batches import padded_length
+from uma.engines.mlx_own_step import OwnStep, own_training_terms
+from uma.engines.mlx_training import training_terms
+from uma.ledger import peak, phase_totals
+from uma.memory.weights import weight_bytes
+from uma.workload import TrainingWorkload
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+from bench_training_memory import own_measured, own_predicted
+
+MEASURED = json.loads((Path(__file__).parent / "data/training_memory_own.json").read_text())["rows"]
+TOLERANCE = 0.08
+RECURRENT_TOLERANCE = 0.2  # chunks of tokens are laid out one for all
+
+
+def error(row: dict[str, Any]) -> float:
+    return abs(own_predicted(row) / row["peak_bytes"] - 1)
+
+
+def workload(**changes: Any) -> TrainingWorkload:
+    settings: dict[str, Any] = {"num_layers": None, "batch_size": 2, "max_seq_length": 257}
+    return TrainingWorkload(**(settings | {"dtype": "float32"} | changes))
+
+
+def terms(kind: str, **changes: Any) -> Any:
+    architecture = architecture_from_config(CONFIGS[kind])
+    return own_training_terms(
+        architecture, weight_bytes(architecture, None, 4), workload(**changes), backend="cpu"
+    )
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding", "latent", "moe"])
+def test_peaks_of_a_grid_of_shapes_are_within_8_percent(kind: str) -> None:
+    found = [error(row) for row in MEASURED if row["kind"] == kind]
+    assert len(found) >= 6
+    assert max(found) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
+def test_peaks_of_recurrent_models_are_within_20_percent(kind: str) -> None:
+    found = [error(row) for row in MEASURED if row["kind"] == kind]
+    assert len(found) >= 3
+    assert max(found) < RECURRENT_TOLERANCE
+
+
+def test_a_step_that_runs_now_stays_within_8_percent() -> None:
+    case = next(r for r in MEASURED if r["kind"] == "full" and r["length"] == 128)
+    case = case | {"vocab": 2048}
+    measured = own_measured(case)["peak_bytes"]
+    assert own_predicted(case) == pytest.approx(measured, rel=TOLERANCE)
+
+
+def test_what_is_held_before_a_step_is_that_of_mlx_lm() -> None:
+    architecture = architecture_from_config(CONFIGS["moe"])
+    weights = weight_bytes(architecture, None, 4)
+    theirs = training_terms(architecture, weights, workload(), backend="cpu")
+    held = [
+        {t.name: t.size_bytes for t in found if t.phase == "always"}
+        for found in (terms("moe"), theirs)
+    ]
+    assert held[0] == held[1]
+
+
+def test_our_own_step_needs_less_than_mlx_lm_with_its_checkpointing() -> None:
+    for kind in ("full", "sliding", "latent", "moe"):
+        architecture = architecture_from_config(CONFIGS[kind])
+        weights = weight_bytes(architecture, None, 4)
+        asked = workload(max_seq_length=1025, grad_checkpoint=1)
+        theirs = training_terms(architecture, weights, asked, backend="cpu")
+        assert peak(terms(kind, max_seq_length=1025))[1] < peak(theirs)[1]
+
+
+def test_rows_are_as_long_as_they_are_padded() -> None:
+    architecture = architecture_from_config(CONFIGS["full"])
+    assert OwnStep(architecture, workload(max_seq_length=250)).length == padded_length(249)
+
+
+def test_smaller_slices_need_less_and_longer_rows_more() -> None:
+    architecture = architecture_from_config(CONFIGS["full"] | {"vocab_size": 32768})
+    weights = weight_bytes(architecture, None, 4)
+    totals = [
+        peak(
+            own_training_terms(
+                architecture,
+                weights,
+                workload(max_seq_length=length),
+                backend="cpu",
+                loss_slice_bytes=size << 20,
+            )
+        )[1]
+        for length, size in ((257, 8), (257, 64), (513, 64))
+    ]
+    assert totals == sorted(totals)
+    assert totals[0] < totals[1]
+
+
+def test_accumulated_gradients_are_held_in_every_phase() -> None:
+    one, four = (phase_totals(terms("full", grad_accumulation_steps=n)) for n in (1, 4))
+    size = next(t.size_bytes for t in terms("full") if t.name == "adapters")
+    assert four["backward"] - one["backward"] == size
+    assert four["optimizer"] - one["optimizer"] == 2 * size

@@ -1,0 +1,209 @@
+"""``uma estimate --train``: sharding, measures, and what is explained instead of computed."""
+
+import json
+from typing import Any
+
+import pytest
+
+from uma.cli import main
+
+FULL_8 = ["llama-3-8b", "--train", "full", "--machine", "8xh100", "--devices", "8"]
+MAC = ["--machine", "mac-studio-m2-ultra-192"]
+CARD = ["--machine", "rtx-4090"]
+PARAMETERS = 8_030_261_248
+
+
+def estimated(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    main(["estimate", *arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_each", "sent"),
+    [
+        # 2 bytes of weights, 2 of gradients, 12 of float32 copies and moments (ZeRO, section 3.1).
+        (["--zero-stage", "1"], 2 + 2 + 12 / 8, {"gradients": 4}),
+        (["--zero-stage", "2"], 2 + 14 / 8, {"gradients": 2, "parameters": 2}),
+        (["--zero-stage", "3"], 16 / 8, {"parameters": 4, "gradients": 2}),
+    ],
+)
+def test_stages_split_state_as_zero_does(
+    options: list[str], bytes_each: float, sent: dict[str, int], capsys: Any
+) -> None:
+    found = estimated(capsys, *FULL_8, *options)["sharding"]
+    assert found["device_state_bytes"] == pytest.approx(bytes_each * PARAMETERS, rel=1e-6)
+    assert found["sent_bytes"] == {
+        cause: pytest.approx(width * PARAMETERS * 7 / 8, rel=1e-6) for cause, width in sent.items()
+    }
+
+
+def test_offload_moves_state_to_the_host_and_to_the_disk(capsys: Any) -> None:
+    three = [*FULL_8, "--zero-stage", "3"]
+    optimizer = estimated(capsys, *three, "--offload-optimizer", "host")["sharding"]
+    assert optimizer["host_bytes"] == pytest.approx(14 * PARAMETERS, rel=1e-6)
+    both = ["--offload-optimizer", "disk", "--offload-parameters", "host"]
+    found = estimated(capsys, *three, *both)["sharding"]
+    assert found["host_bytes"] == pytest.approx(2 * PARAMETERS, rel=1e-6)
+    assert found["disk_bytes"] == pytest.approx(14 * PARAMETERS, rel=1e-6)
+    assert found["device_state_bytes"] == 0
+    assert set(found["sent_bytes"]) == {"parameters", "gradients", "host", "disk"}
+
+
+def test_hybrid_sharding_has_groups_of_one_machine(capsys: Any) -> None:
+    arguments = ["llama-3-8b", "--train", "full", "--machine", "4xa100-80gb", "--devices", "8"]
+    found = estimated(capsys, *arguments, "--fsdp", "hybrid")["sharding"]
+    assert found["shard_group"] == 4
+    whole = estimated(capsys, *arguments, "--fsdp", "full")["sharding"]
+    assert found["device_state_bytes"] == pytest.approx(2 * whole["device_state_bytes"], rel=1e-6)
+    assert "groups" in found["sent_bytes"]
+
+
+def test_tensor_pipeline_and_sequence_parallelism_split_a_step(capsys: Any) -> None:
+    arguments = ["llama-3-8b", "--train", "full", "--machine", "8xh100", "--grad-checkpoint"]
+    whole = estimated(capsys, *arguments)
+    for option, sent in (("--tensor", "tensor"), ("--pipeline", "pipeline")):
+        found = estimated(capsys, *arguments, option, "4")
+        assert found["sharding"]["devices"] == 4
+        assert sent in found["sharding"]["sent_bytes"]
+        assert found["total_bytes"] < whole["total_bytes"] / 2
+    found = estimated(capsys, *arguments, "--sequence", "4", "--zero-stage", "3")
+    assert found["sharding"]["device_state_bytes"] == pytest.approx(16 * PARAMETERS / 4, rel=1e-6)
+
+
+def test_macs_share_a_batch_or_each_layer_too(capsys: Any) -> None:
+    arguments = ["llama-3-8b", "--train", "full", "--num-layers", "-1", *MAC, "--grad-checkpoint"]
+    alone = estimated(capsys, *arguments, "--batch-size", "1")
+    shared = estimated(capsys, *arguments, "--devices", "4")
+    sharded = estimated(capsys, *arguments, "--devices", "4", "--fsdp", "full")
+    gradients = 2 * 2 * shared["trainable_parameters"] * 3 // 4  # an all-reduce of 16 bits
+    assert shared["sharding"]["sent_bytes"] == {"gradients": gradients}
+    assert shared["total_bytes"] > alone["total_bytes"]
+    assert sharded["total_bytes"] < shared["total_bytes"] / 2
+    assert any("JACCL" in note for note in sharded["notes"])
+    # Without checkpointing what is gathered stays for the backward pass: gathered once.
+    plain = estimated(capsys, *arguments[:-1], "--devices", "4", "--fsdp", "full")
+    once, twice = (found["sharding"]["sent_bytes"]["parameters"] for found in (plain, sharded))
+    assert (once, twice) == (2 * PARAMETERS * 3 // 4, 2 * 2 * PARAMETERS * 3 // 4)
+
+
+def test_the_text_says_where_state_lies_and_what_is_sent(capsys: Any) -> None:
+    main(["estimate", *FULL_8, "--zero-stage", "3", "--offload-optimizer", "host"])
+    out = capsys.readouterr().out
+    assert (
+        "state of one of 8 devices (data 8, ZeRO 3): 1.87 GiB on it, 13.09 GiB on the host" in out
+    )
+    assert "of all devices: 104.70 GiB on the host" in out
+    assert "each device sends for an update: parameters 26.18 GiB, gradients 13.09 GiB" in out
+
+
+def test_a_host_that_is_too_small_exceeds(capsys: Any) -> None:
+    arguments = [*FULL_8, "--zero-stage", "3", "--offload-optimizer", "host", "--grad-checkpoint"]
+    roomy = estimated(capsys, *arguments, "--host-ram", "256GB")
+    small = estimated(capsys, *arguments, "--host-ram", "64GB")
+    assert (roomy["verdict"], small["verdict"]) == ("fits", "exceeds")
+    assert any("which leaves 60.00 GiB" in note for note in small["notes"])
+
+
+def test_measures_are_options_that_the_command_takes_and_that_make_it_fit(capsys: Any) -> None:
+    arguments = ["llama-3-8b", "--train", "lora", "--machine", "rtx-3060", "--optimizer", "adamw"]
+    found = estimated(capsys, *arguments, "--batch-size", "8")
+    assert found["verdict"] == "exceeds"
+    assert found["measures_suffice"]
+    taken = [word for measure in found["measures"] for word in measure["options"]]
+    after = estimated(capsys, *arguments, "--batch-size", "8", *taken)
+    assert after["verdict"] in ("fits", "tight")
+    saved = sum(measure["saves_bytes"] for measure in found["measures"])
+    assert after["total_bytes"] == found["total_bytes"] - saved
+
+
+def test_where_nothing_helps_it_is_said(capsys: Any) -> None:
+    arguments = ["llama-3-70b", "--train", "lora", *CARD]
+    assert not estimated(capsys, *arguments)["measures_suffice"]
+    main(["estimate", *arguments])
+    assert "what helps, but is not enough:" in capsys.readouterr().out
+
+
+def test_the_largest_model_trains_and_the_next_ones_do_not(capsys: Any) -> None:
+    asked = ["--train", "lora", *CARD, "--quant", "nf4", "--grad-checkpoint", "--batch-size", "1"]
+    name = estimated(capsys, "llama-3-8b", *asked, "--largest-model")["largest"]["model"]
+    found = estimated(capsys, name, *asked)
+    assert found["verdict"] in ("fits", "tight")
+    assert found["trainable_parameters"] > 0
+    assert estimated(capsys, "llama-3-70b", *asked)["verdict"] == "exceeds"
+
+
+def test_mixed_precision_keeps_float32_weights(capsys: Any) -> None:
+    arguments = ["llama-3-8b", "--train", "full", "--machine", "8xh100", "--mem-kind", "allocated"]
+    plain, mixed = (
+        estimated(capsys, *arguments, "--grad-checkpoint", "--precision", precision)
+        for precision in ("16-bit", "mixed")
+    )
+    assert mixed["phases"]["optimizer_bytes"] == pytest.approx(
+        2 * plain["phases"]["optimizer_bytes"], rel=0.001
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ([*CARD, "--fsdp", "full"], "FSDP on one device shards nothing"),
+        ([*CARD, "--zero-stage", "2"], "ZeRO stage 2 on one device shards nothing"),
+        ([*CARD, "--zero-stage", "3", "--fsdp", "full"], "two programs for the same"),
+        ([*CARD, "--devices", "4", "--fsdp", "hybrid"], "is no hybrid"),
+        ([*CARD, "--devices", "4", "--fsdp", "full", "--shard-group", "2"], "--fsdp hybrid"),
+        ([*CARD, "--devices", "4", "--shard-group", "2"], "give --fsdp too"),
+        ([*CARD, "--offload-optimizer", "host"], "a part of ZeRO and of FSDP"),
+        ([*CARD, "--zero-stage", "2", "--offload-optimizer", "disk"], "offload to the host"),
+        ([*CARD, "--zero-stage", "2", "--offload-parameters", "host"], "ZeRO stage 3 only"),
+        (
+            [*CARD, "--fsdp", "full", "--devices", "2", "--offload-optimizer", "host"],
+            "offloads parameters, gradients and optimizer states together",
+        ),
+        ([*CARD, "--tensor", "3"], "8 key-value heads are not divisible"),
+        ([*CARD, "--sequence", "5"], "32 attention heads are not divisible"),
+        ([*CARD, "--pipeline", "64"], "the model has 32 layers"),
+        (
+            [*CARD, "--pipeline", "2", "--devices", "2", "--zero-stage", "2"],
+            "keep whole gradients between micro-batches",
+        ),
+        ([*CARD, "--quant", "nf4", "--tensor", "2"], "packed whole"),
+        ([*CARD, "--train", "full", "--quant", "nf4"], "quantized weights have no gradient"),
+        ([*CARD, "--train", "full", "--rank", "8"], "that of adapters"),
+        ([*CARD, "--num-layers", "0", "--optimizer", "adamw-8bit"], "would have no states"),
+        ([*CARD, "--targets", "embed"], "no matrix is named embed"),
+        ([*CARD, "--targets", " , "], "names nothing"),
+        ([*CARD, "--checkpoint-every", "4"], "give --grad-checkpoint too"),
+        ([*CARD, "--grad-checkpoint", "--checkpoint-every", "40"], "the model has 32"),
+        ([*CARD, "--bits", "6"], "torch trains on 4"),
+        ([*CARD, "--precision", "mixed", "--quant", "nf4"], "which nf4 ones are not"),
+        ([*CARD, "--trainer", "uma"], "runs on MLX"),
+        ([*CARD, "--packing"], "give --data too"),
+        ([*CARD, "--context", "4096"], "training has --max-seq-length"),
+        ([*CARD, "--kv-bits", "8"], "an option of generation"),
+        ([*MAC, "--quant", "nf4"], "a format of CUDA's libraries"),
+        ([*MAC, "--quant", "int8"], "a format of CUDA's libraries"),
+        ([*MAC, "--optimizer", "paged-adamw"], "needs CUDA"),
+        ([*MAC, "--zero-stage", "2", "--devices", "2"], "ZeRO is DeepSpeed's"),
+        ([*MAC, "--zero-stage", "2", "--offload-optimizer", "host"], "a Mac has one memory"),
+        ([*MAC, "--tensor", "2"], "on MLX training is data parallel"),
+        ([*MAC, "--fsdp", "full", "--devices", "2"], "packed integers"),
+        ([*MAC, "--bits", "16", "--fsdp", "full", "--devices", "2"], "as much as full training"),
+        ([*MAC, "--devices", "3"], "not divisible by 3 devices"),
+        ([*MAC, "--loss", "fused"], "--trainer uma computes them in slices"),
+        ([*MAC, "--mem-kind", "device"], "is torch's"),
+        ([*MAC, "--grad-checkpoint", "--checkpoint-every", "4"], "checkpoints every layer"),
+        ([*MAC, "--precision", "mixed"], "is torch's autocast"),
+        ([*MAC, "--train", "dora", "--bits", "6"], "wrong for 6 bits"),
+        ([*MAC, "--train", "full", "--bits", "4"], "quantized weights have no gradient"),
+    ],
+)
+def test_what_means_nothing_is_explained(options: list[str], reason: str, capsys: Any) -> None:
+    train = [] if "--train" in options else ["--train", "lora"]
+    assert main(["estimate", "llama-3-8b", *train, *options]) == 2
+    assert reason in " ".join(capsys.readouterr().err.split())
+
+
+def test_full_training_of_a_name_takes_its_weights_in_16_bits(capsys: Any) -> None:
+    found = estimated(capsys, "llama-3.2-1b", "--train", "full", *MAC, "--batch-size", "1")
+    assert found["workload"]["quantized"] is None
+    assert any("only the last 16 layers are trained" in note for note in found["notes"])

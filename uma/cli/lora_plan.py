@@ -1,0 +1,210 @@
+"""The plan of ``uma lora train``: from its options and the data to memory, cuts and hours."""
+
+import json as json_module
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from uma.cli.lora_asked import Asked
+from uma.cli.options import size_option
+from uma.cli.progress import say
+from uma.errors import DoesNotFit
+
+if TYPE_CHECKING:
+    from uma.checkpoint.source import ModelSource
+    from uma.dataset.check import Split
+    from uma.machine import Budget, Machine
+    from uma.plan.fine_tuning import Cut, FineTuningPlan, Rows
+    from uma.plan.inference import Form
+    from uma.plan.training_time import Duration
+    from uma.runtime.lora.train import Course
+    from uma.speed import NotKnown
+    from uma.workload import TrainingWorkload
+
+_OPTIMIZERS = {"adamw8bit": "adamw-8bit"}
+"""Our names of optimizers, in the words of estimates where they differ."""
+
+
+def print_plan(asked: Asked) -> int:
+    """``--dry-run``: the data is read, the weights are not. The exit code."""
+    from uma.cli.lora_data import tokenizer_of
+    from uma.cli.session import live_machine
+    from uma.report.fine_tuning import plan_json, plan_text
+
+    source, encoder = tokenizer_of(asked.model, quiet=asked.quiet, yes=asked.yes)
+    splits = read_splits(asked, encoder)
+    plan = planned(asked, source, splits, live_machine())
+    time = duration_of(asked, plan, course_of(asked, splits))
+    if asked.json:
+        print(json_module.dumps(plan_json(plan, time, source.name), indent=2))
+    else:
+        print(plan_text(plan, time, source.name))
+    if plan.ledger.verdict != "exceeds" or asked.force:
+        return 0
+    say(f"uma: {exceeded(plan, source.name).args[0]}")
+    return DoesNotFit.exit_code
+
+
+def read_splits(asked: Asked, encoder: Any) -> "dict[str, Split]":
+    """The data, tokenized; what a reader should know of it is said.
+
+    Raises:
+        DataError: If a row cannot be used, or nothing is left to train on.
+    """
+    from uma.cli.lora_data import checked
+    from uma.dataset.check import findings, require_examples
+
+    splits = checked(
+        asked.data,
+        encoder,
+        mask_prompt=asked.mask_prompt,
+        max_seq_length=asked.max_seq_length,
+        overlong=asked.overlong,
+        quiet=asked.quiet,
+    )
+    for name in ("train", "valid"):
+        if name in splits:
+            require_examples(splits[name])
+    for line in findings(splits, asked.batch_size):
+        say(f"note: {line}", asked.quiet)
+    return splits
+
+
+def planned(
+    asked: Asked,
+    source: "ModelSource",
+    splits: "dict[str, Split]",
+    machine: "Machine",
+    cut: "Cut | None" = None,
+) -> "FineTuningPlan":
+    """The plan; ``cut`` is how a resumed run was cut until now.
+
+    Raises:
+        UnsupportedModel: If the model's layers are not known.
+    """
+    from uma.architecture import architecture_from_config
+    from uma.plan.fine_tuning import Cut, FineTuning, plan_fine_tuning
+    from uma.plan.forms import forms_of
+    from uma.quantization import quantization_of_config
+
+    config = source.config or {}
+    architecture = architecture_from_config(config)
+    stored = quantization_of_config(config)
+    wide = asked.dequantize == "always"
+    # A base in 16 bits is trained as it is.
+    forms = forms_of(
+        source,
+        architecture,
+        bits=None if stored else 16,
+        backend="cpu" if wide else machine.backend,
+    )
+    if asked.micro_batch is not None:
+        cut = replace(cut or Cut(), micro_batch=min(asked.micro_batch, asked.batch_size))
+    rows, budget = rows_of(asked, splits), _budget(asked, machine)
+    # In float32 where that is the fast form, if it fits: else as it is stored.
+    tried = {"always": forms[:1], "never": forms[-1:], "auto": (forms[0], forms[-1])}
+    for form in tried[asked.dequantize]:
+        workload = workload_of(asked, form)
+        case = FineTuning(architecture, form, machine, budget, workload, rows)
+        plan = plan_fine_tuning(case, cut or Cut(), smaller=asked.budget is not None)
+        if plan.ledger.verdict != "exceeds":
+            break
+    return plan
+
+
+def _budget(asked: Asked, machine: "Machine") -> "Budget":
+    from uma.machine import budget_of
+
+    own = None if asked.budget == "auto" else size_option(asked.budget, "--budget")
+    reserve = size_option(asked.reserve, "--reserve")
+    return budget_of(machine, user_budget_bytes=own, reserve_bytes=reserve)
+
+
+def workload_of(asked: Asked, form: "Form") -> "TrainingWorkload":
+    """The workload in the words of estimates."""
+    from uma.workload import TrainingWorkload
+
+    full = asked.fine_tune_type == "full"
+    return TrainingWorkload(
+        method=asked.fine_tune_type,
+        rank=asked.rank,
+        targets=() if full else tuple(asked.keys or ()),
+        num_layers=None if asked.num_layers == -1 else asked.num_layers,
+        batch_size=asked.batch_size,
+        max_seq_length=asked.max_seq_length,
+        optimizer=_OPTIMIZERS.get(asked.optimizer, asked.optimizer),
+        dtype="float32" if form.activation_bytes == 4 else "bfloat16",
+        quantized="" if form.quantization is None or form.kind == "float32" else "affine",
+        grad_accumulation_steps=asked.grad_accumulation_steps,
+    )
+
+
+def rows_of(asked: Asked, splits: "dict[str, Split]") -> "Rows":
+    """What fills the rows of batches: examples, or several that are packed."""
+    from uma.dataset.packing import packs
+    from uma.plan.fine_tuning import Rows
+
+    rows = [(len(e.tokens) - 1, e.targets) for e in splits["train"].fitted.examples]
+    if asked.packing:
+        packed = packs([inputs for inputs, _ in rows], asked.max_seq_length)
+        rows = [(sum(rows[n][0] for n in row), sum(rows[n][1] for n in row)) for row in packed]
+    valid = splits["valid"].fitted.examples if "valid" in splits else ()
+    return Rows(tuple(rows), tuple((len(e.tokens) - 1, e.targets) for e in valid), asked.batch_size)
+
+
+def course_of(
+    asked: Asked, splits: "dict[str, Split]", plan: "FineTuningPlan | None" = None
+) -> "Course":
+    """How to go through the data, cut as planned."""
+    from uma.runtime.lora.train import Course
+
+    batches = -(-len(rows_of(asked, splits).train) // asked.batch_size)
+    course = Course(
+        iters=asked.iters if asked.epochs is None else asked.epochs * batches,
+        batch_size=asked.batch_size,
+        grad_accumulation_steps=asked.grad_accumulation_steps,
+        seed=asked.seed,
+        max_grad_norm=asked.max_grad_norm,
+        pack_tokens=asked.max_seq_length if asked.packing else None,
+        steps_per_report=asked.steps_per_report,
+        steps_per_eval=asked.steps_per_eval,
+        val_batches=asked.val_batches,
+        save_every=asked.save_every,
+        patience=asked.patience,
+    )
+    if plan is None:
+        return course
+    return replace(
+        course,
+        pass_tokens=plan.pass_tokens,
+        loss_rows=plan.loss_rows,
+        attention_slice_bytes=plan.cut.attention_slice_bytes,
+    )
+
+
+def duration_of(
+    asked: Asked, plan: "FineTuningPlan", course: "Course", done: int = 0
+) -> "Duration | NotKnown":
+    """How long what is left of the run will take, from batch ``done`` on."""
+    from uma.plan.training_time import duration
+
+    left = max(1, course.iters - done)
+    flops = None
+    if plan.case.machine.backend == "cpu":
+        from uma.runtime.lora.rate import product_flops_per_s
+
+        form = plan.case.form
+        flops = product_flops_per_s(form.quantization if form.kind != "float32" else None)
+    return duration(
+        plan,
+        iters=left,
+        validations=1 + left // asked.steps_per_eval,
+        val_batches=asked.val_batches,
+        flops_per_s=flops,
+    )
+
+
+def exceeded(plan: "FineTuningPlan", name: str) -> DoesNotFit:
+    """The error that says what is missing, and what would fit."""
+    from uma.report.fine_tuning import exceeds_text
+
+    return DoesNotFit(exceeds_text(plan, name))

@@ -1,0 +1,142 @@
+"""What a run of ``uma lora train`` ends with: its document, its record, its lines."""
+
+import json as json_module
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from uma.cli.lora_asked import Asked
+from uma.cli.progress import say
+from uma.units import format_gib
+
+if TYPE_CHECKING:
+    from uma.checkpoint.source import ModelSource
+    from uma.ledger import Ledger
+    from uma.plan.fine_tuning import FineTuningPlan
+    from uma.runtime.load import LoadedModel
+    from uma.runtime.lora.run import Result
+
+
+def tell_result(
+    asked: Asked,
+    source: "ModelSource",
+    loaded: "LoadedModel",
+    plan: "FineTuningPlan",
+    result: "Result",
+) -> None:
+    """Print how a run went, and keep a record of it on this machine if that is wanted."""
+    document = _document(asked, source, loaded, plan, result)
+    if not asked.no_record:
+        _keep(asked, source, document)
+    if asked.json:
+        print(json_module.dumps(document, indent=2))
+        return
+    print(", ".join(_parts(asked, document, result)))
+    if result.ending == "stopped":
+        print(f"stopped; continue with the same command and --resume ({asked.adapter_path})")
+
+
+def _measured(plan: "FineTuningPlan", loaded: "LoadedModel", result: "Result") -> "Ledger":
+    """The terms of the plan beside what of them was measured.
+
+    Temporaries are not measured one by one: the peaks of the phases are.
+    """
+    held = result.held
+    measured = {
+        ("weights", "always"): loaded.weights_bytes,
+        ("adapters", "always"): held.adapter_bytes,
+        ("optimizer_states", "always"): held.optimizer_bytes,
+    }
+    return replace(plan.ledger, measured=measured, measured_peak_bytes=held.peak_bytes)
+
+
+def _document(
+    asked: Asked,
+    source: "ModelSource",
+    loaded: "LoadedModel",
+    plan: "FineTuningPlan",
+    result: "Result",
+) -> dict[str, Any]:
+    from uma.report import SCHEMA_VERSION
+    from uma.report.fine_tuning import batches_json
+    from uma.report.plan import machine_json
+    from uma.runtime.versions import versions
+
+    done, held = result.progress, result.held
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(asked).items()}
+    peaks = {f"{name}_peak_bytes": size for name, size in held.peaks.items()}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "ending": result.ending,
+        "iters": done.iteration,
+        "train_loss": done.train_loss,
+        "val_loss": done.val_loss,
+        "best_val_loss": done.best_val_loss,
+        "best_iteration": done.best_iteration,
+        "tokens_per_s": result.tokens_per_s,
+        "s_per_iter": result.s_per_iter,
+        "trained_tokens": done.trained_tokens,
+        "trainable_parameters": result.trainable_parameters,
+        "adapter_path": str(asked.adapter_path),
+        "model": {
+            "name": source.name,
+            "model_type": (source.config or {}).get("model_type"),
+            "form": loaded.form,
+            "weights_bytes": loaded.weights_bytes,
+        },
+        "machine": machine_json(plan.case.machine),
+        "settings": settings,
+        "versions": versions(),
+        "batches": batches_json(plan),
+        "ledger": _measured(plan, loaded, result).to_json()
+        | {"resting_bytes": held.resting_bytes, "pool_bytes": held.pool_bytes, **peaks},
+        "notes": [*plan.notes, *result.notes],
+    }
+
+
+def _keep(asked: Asked, source: "ModelSource", document: dict[str, Any]) -> None:
+    """Record a run on this machine; a failure is only noted."""
+    from uma.paths import records_folder
+    from uma.records import model_name, write_record
+
+    name = model_name(source.name, local=source.repo is None)
+    batches = document["batches"]
+    speeds = ("tokens_per_s", "s_per_iter", "trained_tokens", "iters", "trainable_parameters")
+    kept = {
+        "command": "lora train",
+        "model": document["model"] | {"name": name},
+        "machine": document["machine"],
+        "versions": document["versions"],
+        "settings": document["settings"]
+        | {"worst_rows": batches["worst"]["rows"], "worst_tokens": batches["worst"]["tokens"]}
+        | {key: batches[key] for key in ("micro_batch", "pass_tokens", "loss_slice_bytes")},
+        "ledger": document["ledger"],
+        "speeds": {key: document[key] for key in speeds},
+    }
+    note = write_record(kept, records_folder()).note
+    if note is not None:
+        say(f"note: {note}", asked.quiet)
+
+
+def _parts(asked: Asked, document: dict[str, Any], result: "Result") -> Iterator[str]:
+    done = result.progress
+    yield f"{asked.adapter_path}: {done.iteration:,} iterations"
+    if result.ending == "patience":
+        yield "ended because the validation loss no longer falls"
+    yield f"{result.trainable_parameters:,} trained parameters"
+    if done.train_loss is not None:
+        yield f"loss {done.train_loss:.3f}"
+    if done.val_loss is not None:
+        yield f"validation loss {done.val_loss:.3f}"
+    if done.best_iteration is not None and done.best_iteration != done.iteration:
+        yield (
+            f"lowest {done.best_val_loss:.3f} at iteration {done.best_iteration:,} "
+            f"(in {asked.adapter_path / 'best'})"
+        )
+    ledger = document["ledger"]
+    above = result.held.peak_bytes - result.held.resting_bytes
+    yield (
+        f"peak {format_gib(result.held.peak_bytes)}, {format_gib(above)} above the model, "
+        f"{format_gib(ledger['predicted_peak_bytes'])} predicted"
+    )

@@ -1,0 +1,546 @@
+"""MLX's array operations and their gradients, in shapes instead of numbers.
+
+Each function adds the primitives that the operation of the same name makes (mlx 0.32.4,
+``mlx/ops.cpp``), broadcasts and casts included; gradients are those of ``mlx/primitives.cpp``.
+The graph is evaluated on paper by ``uma.memory.liveness``.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from uma.memory.array_layout import Layout, rows
+from uma.memory.liveness import (
+    DISPATCHES_PER_TASK,
+    MAX_ACTIVE_TASKS,
+    Graph,
+    Operation,
+    evaluation_order,
+    peak,
+)
+from uma.workload import Backend
+
+Shape = tuple[int, ...]
+STARTS_APART = 2  # of the dispatches that a first task may hold already, those that are tried
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """An array: its number in the program, its shape, and the bytes of an element."""
+
+    number: int
+    shape: Shape
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An operation that is differentiated, by ``backward`` where it has a gradient of its own."""
+
+    name: str
+    inputs: tuple[Value, ...]
+    output: Value
+    arguments: tuple[Any, ...]
+    backward: "Backward | None" = None
+    parts: tuple[Value, ...] = ()
+
+
+Backward = Callable[[Value], Sequence[Value]]
+"""Gradients of all inputs from that of the output."""
+
+Gradient = Callable[["Program", Step, Value, int], Value]
+"""Of the input at a place, from that of the output."""
+
+
+@dataclass(slots=True)
+class Program:
+    """Operations in the order in which they were asked for."""
+
+    layouts: list[Layout] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    sources: list[Value] = field(default_factory=list)
+    passing: set[int] = field(default_factory=set)
+    differentiated: set[int] = field(default_factory=set)
+    primals: set[int] = field(default_factory=set)
+    numbers: dict[object, Value] = field(default_factory=dict)
+
+    def value(self, shape: Sequence[int], width: int) -> Value:
+        self.layouts.append(rows(tuple(shape), width))
+        return Value(len(self.layouts) - 1, tuple(shape), width)
+
+    def source(self, *shape: int, width: int, held: bool = True) -> Value:
+        """An array that exists before; without ``held`` it dies with its last use."""
+        made = self.value(shape, width)
+        self.sources.append(made)
+        if not held:
+            self.passing.add(made.number)
+        return made
+
+    def primal(self, source: Value) -> Value:
+        """A tracer of ``source``, differentiated (``transforms.cpp``, ``make_tracer``)."""
+        made = self.op("Copy", [source], source.shape)
+        self.differentiated.add(made.number)
+        self.primals.add(made.number)
+        return made
+
+    def op(
+        self,
+        name: str,
+        inputs: Sequence[Value],
+        shape: Sequence[int],
+        width: int | None = None,
+        arguments: tuple[Any, ...] = (),
+        **opaque: Any,
+    ) -> Value:
+        """One primitive with one output, as wide as its first input unless ``width`` is given."""
+        made = self.value(shape, inputs[0].width if width is None else width)
+        numbers = tuple(x.number for x in inputs)
+        self.operations.append(Operation(name, numbers, (made.number,), arguments, **opaque))
+        if name != "StopGradient" and not self.differentiated.isdisjoint(numbers):
+            self.differentiated.add(made.number)
+            self.steps.append(Step(name, tuple(inputs), made, arguments))
+        return made
+
+    # Elementwise.
+
+    def scalar(self, width: int, name: str = "") -> Value:
+        """A number; those of one ``name`` are equal."""
+        if not name:
+            return self.source(width=width)
+        key = name, width
+        if key not in self.numbers:
+            self.numbers[key] = self.source(width=width)
+        return self.numbers[key]
+
+    def astype(self, x: Value, width: int) -> Value:
+        return x if x.width == width else self.op("AsType", [x], x.shape, width)
+
+    def unary(self, name: str, x: Value) -> Value:
+        return self.op(name, [x], x.shape)
+
+    def binary(self, name: str, x: Value, y: Value) -> Value:
+        width = max(x.width, y.width)
+        x, y = self.astype(x, width), self.astype(y, width)
+        shape = broadcast(x.shape, y.shape)
+        return self.op(name, [self.broadcast_to(x, shape), self.broadcast_to(y, shape)], shape)
+
+    def add(self, x: Value, y: Value) -> Value:
+        return self.binary("Add", x, y)
+
+    def subtract(self, x: Value, y: Value) -> Value:
+        return self.binary("Subtract", x, y)
+
+    def multiply(self, x: Value, y: Value) -> Value:
+        return self.binary("Multiply", x, y)
+
+    def divide(self, x: Value, y: Value) -> Value:
+        return self.binary("Divide", x, y)
+
+    def scaled(self, x: Value, name: str = "") -> Value:
+        """``x`` times a number."""
+        return self.multiply(self.scalar(x.width, name), x)
+
+    def where(self, mask: Value, x: Value) -> Value:
+        """``x`` where ``mask`` is set, else a number."""
+        other = self.broadcast_to(self.scalar(x.width, "least"), x.shape)
+        return self.op("Select", [self.broadcast_to(mask, x.shape), x, other], x.shape, x.width)
+
+    def stop_gradient(self, x: Value) -> Value:
+        return self.op("StopGradient", [x], x.shape)
+
+    def compiled(self, *inputs: Value) -> Value:
+        """One kernel of elementwise operations, as a compiled function runs outside gradients."""
+        donors = tuple(range(len(inputs)))
+        return self.op("Compiled", inputs, inputs[0].shape, opaque=True, donors=donors)
+
+    # Shapes.
+
+    def broadcast_to(self, x: Value, shape: Shape) -> Value:
+        return x if x.shape == shape else self.op("Broadcast", [x], shape, None, (shape,))
+
+    def reshape(self, x: Value, *shape: int) -> Value:
+        return x if x.shape == shape else self.op("Reshape", [x], shape)
+
+    def flatten(self, x: Value, first: int, last: int) -> Value:
+        if first == last:
+            return x
+        shape = (*x.shape[:first], prod(x.shape[first : last + 1]), *x.shape[last + 1 :])
+        return self.op("Flatten", [x], shape)
+
+    def unflatten(self, x: Value, axis: int, parts: Shape) -> Value:
+        return self.op("Unflatten", [x], (*x.shape[:axis], *parts, *x.shape[axis + 1 :]))
+
+    def transpose(self, x: Value, *axes: int) -> Value:
+        return self.op("Transpose", [x], [x.shape[a] for a in axes], None, (axes,))
+
+    def swapped(self, x: Value) -> Value:
+        """The last two axes exchanged."""
+        n = len(x.shape)
+        return self.transpose(x, *range(n - 2), n - 1, n - 2)
+
+    def expand_dims(self, x: Value, axis: int) -> Value:
+        shape = (*x.shape[:axis], 1, *x.shape[axis:])
+        return self.op("ExpandDims", [x], shape, None, ((axis,),))
+
+    def squeeze(self, x: Value, axes: Shape) -> Value:
+        if not axes:
+            return x
+        shape = [dim for i, dim in enumerate(x.shape) if i not in axes]
+        return self.op("Squeeze", [x], shape, None, (axes,))
+
+    def slice(self, x: Value, axis: int, start: int, stop: int) -> Value:
+        """``x[start:stop]`` along ``axis``."""
+        if (start, stop) == (0, x.shape[axis]):
+            return x
+        shape = (*x.shape[:axis], stop - start, *x.shape[axis + 1 :])
+        first = (*(0 for _ in x.shape[:axis]), start, *(0 for _ in x.shape[axis + 1 :]))
+        end = tuple(a + b for a, b in zip(first, shape, strict=True))
+        return self.op("Slice", [x], shape, None, (first, end, (1,) * len(shape)))
+
+    def every_other(self, x: Value, first: int) -> Value:
+        """``x[..., first::2]``."""
+        shape = (*x.shape[:-1], x.shape[-1] // 2)
+        start = (*(0 for _ in x.shape[:-1]), first)
+        steps = (*(1 for _ in x.shape[:-1]), 2)
+        return self.op("Slice", [x], shape, None, (start, x.shape, steps))
+
+    def split(self, x: Value, axis: int, sizes: Sequence[int]) -> list[Value]:
+        """Views of ``sizes`` along ``axis``; their gradients are joined."""
+        shapes = [(*x.shape[:axis], size, *x.shape[axis + 1 :]) for size in sizes]
+        made = tuple(self.value(shape, x.width) for shape in shapes)
+        numbers = tuple(part.number for part in made)
+        self.operations.append(Operation("Split", (x.number,), numbers, (axis,)))
+        if x.number in self.differentiated:
+            self.differentiated.update(numbers)
+            self.steps.append(Step("Split", (x,), made[0], (axis,), parts=made))
+        return list(made)
+
+    def concatenate(self, parts: Sequence[Value], axis: int) -> Value:
+        if len(parts) == 1:
+            return parts[0]
+        shape = list(parts[0].shape)
+        shape[axis] = sum(part.shape[axis] for part in parts)
+        return self.op("Concatenate", parts, shape, None, (axis,))
+
+    def padded(self, x: Value, axis: int, count: int) -> Value:
+        """``count`` zeros before ``x`` along ``axis``."""
+        shape = (*x.shape[:axis], x.shape[axis] + count, *x.shape[axis + 1 :])
+        return self.op("Pad", [x, self.scalar(x.width, "zero")], shape, None, (axis, count))
+
+    def depends(self, x: Value, *done: Value) -> Value:
+        return self.op("Depends", [x, *done], x.shape) if done else x
+
+    def awaited(self, x: Value) -> Value:
+        """``x`` after as many operations as may wait on the device, none of which makes arrays."""
+        for _ in range(MAX_ACTIVE_TASKS * DISPATCHES_PER_TASK):
+            x = self.op("Depends", [x], x.shape)
+        return x
+
+    def all_depend(self, values: Sequence[Value], done: Value) -> list[Value]:
+        """``values``, none of which can be read before ``done``: one operation for all."""
+        made = [self.value(x.shape, x.width) for x in values]
+        numbers = tuple(x.number for x in (*values, done))
+        self.operations.append(Operation("Depends", numbers, tuple(x.number for x in made)))
+        return made
+
+    def zeros(self, shape: Shape, width: int) -> Value:
+        return self.op("Full", [self.broadcast_to(self.scalar(width, "zero"), shape)], shape)
+
+    def arange(self, length: int) -> Value:
+        return self.op("Arange", [], (length,), 4, (length,))
+
+    # Reductions, products, rows by index.
+
+    def sum(self, x: Value, axes: Shape, *, keepdims: bool = False) -> Value:
+        shape = [1 if i in axes else dim for i, dim in enumerate(x.shape)]
+        total = self.op("Reduce", [x], shape)
+        return total if keepdims else self.squeeze(total, axes)
+
+    def softmax(self, x: Value) -> Value:
+        return self.unary("Softmax", x)
+
+    def matmul(self, x: Value, y: Value) -> Value:
+        width = max(x.width, y.width)
+        x, y = self.astype(x, width), self.astype(y, width)
+        if len(x.shape) > 2 and len(y.shape) == 2:
+            flat = self.flatten(x, 0, len(x.shape) - 2)
+            out = self.op("Matmul", [flat, y], (flat.shape[0], y.shape[1]))
+            return self.unflatten(out, 0, x.shape[:-1])
+        lead = broadcast(x.shape[:-2], y.shape[:-2])
+        x = self.broadcast_to(x, (*lead, *x.shape[-2:]))
+        y = self.broadcast_to(y, (*lead, *y.shape[-2:]))
+        return self.op("Matmul", [x, y], (*lead, x.shape[-2], y.shape[-1]))
+
+    def quantized_matmul(self, x: Value, weight: Value, columns: int) -> Value:
+        """A product with packed weights; ``weight`` stands for them, their scales and biases."""
+        return self.op("QuantizedMatmul", [x, weight], (*x.shape[:-1], columns))
+
+    def take(self, x: Value, index: Value) -> Value:
+        """Rows of ``x`` by ``index``, along its first axis."""
+        shape = (*index.shape, *x.shape[1:])
+        found = self.op("Gather", [x, index], (*index.shape, 1, *x.shape[1:]))
+        return self.op("Squeeze", [found], shape, None, ((len(index.shape),),))
+
+    def take_along_axis(self, x: Value, index: Value) -> Value:
+        """By ``index`` along the last axis."""
+        return self.op("GatherAxis", [x, index], index.shape)
+
+    def gather_mm(self, x: Value, matrices: Value, index: Value) -> Value:
+        """``(rows, 1, columns)`` times the matrix that ``index`` names, in sorted order."""
+        shape = (*index.shape, x.shape[-2], matrices.shape[-1])
+        width = max(x.width, matrices.width)
+        x, matrices = self.astype(x, width), self.astype(matrices, width)
+        left = self.op("Arange", [], index.shape, 4, (index.shape,))
+        return self.op("GatherMM", [x, matrices, left, index], shape)
+
+    # Differentiation and evaluation.
+
+    def vjp(self, pairs: Sequence[tuple[Value, Value]], wanted: Sequence[Value]) -> list[Value]:
+        """Gradients of ``wanted`` from those of outputs, ``pairs`` of an output and its own."""
+        found = {output.number: gradient for output, gradient in pairs}
+        taken, self.steps = self.steps, []
+        differentiated, self.differentiated = self.differentiated, set()
+        for step in reversed(taken):
+            gradient = self._given(step, found)
+            if gradient is None:
+                continue
+            own = None if step.backward is None else step.backward(gradient)
+            for place, x in enumerate(step.inputs):
+                if x.number not in differentiated:
+                    continue
+                new = own[place] if own else GRADIENTS[step.name](self, step, gradient, place)
+                before = found.get(x.number)
+                found[x.number] = new if before is None else self.add(before, new)
+        return [found.get(x.number) or self.zeros(x.shape, x.width) for x in wanted]
+
+    def _given(self, step: Step, found: dict[int, Value]) -> Value | None:
+        """The gradient of a step's output; of the parts of a ``Split`` joined, zeros for others."""
+        if not step.parts or found.keys().isdisjoint(part.number for part in step.parts):
+            return found.pop(step.output.number, None)
+        given = [found.pop(part.number, None) for part in step.parts]
+        whole = [
+            self.zeros(part.shape, part.width) if g is None else g
+            for part, g in zip(step.parts, given, strict=True)
+        ]
+        return self.concatenate(whole, step.arguments[0])
+
+    def custom(
+        self, run: Callable[[], Value], backward: Backward, inputs: Sequence[Value]
+    ) -> Value:
+        """A function of ``inputs``, known when it has run, with a gradient of its own.
+
+        ``mx.custom_function``, ``mx.checkpoint``.
+        """
+        steps, differentiated = self.steps, self.differentiated
+        self.steps, self.differentiated = [], set()
+        out = run()
+        self.steps, self.differentiated = steps, differentiated | self.primals
+        made = self.op("CustomTransforms", [out, *inputs], out.shape)
+        if made.number in self.differentiated:
+            self.steps.pop()
+            self.steps.append(Step("CustomTransforms", tuple(inputs), made, (), backward))
+        return made
+
+    def most(self, roots: Sequence[Value], backend: Backend) -> int:
+        """The peak of evaluating ``roots``, sources included."""
+        return self.most_of([x.number for x in roots], backend)
+
+    def most_of(self, roots: Sequence[int], backend: Backend) -> int:
+        """The same by number, wherever the first task begins.
+
+        On the CPU up to ten tasks of ten dispatches wait, and the first is begun already.
+        """
+        held = frozenset(x.number for x in self.sources) - self.passing
+        graph = Graph(
+            self.layouts,
+            tuple(self.operations),
+            tuple(x.number for x in self.sources),
+            tuple(roots),
+            held,
+        )
+        order = evaluation_order(graph)
+        if backend == "metal":
+            return peak(graph, order, backend).size_bytes
+        return max(
+            peak(graph, order, tasks_ahead=MAX_ACTIVE_TASKS, dispatched=start).size_bytes
+            for start in range(0, DISPATCHES_PER_TASK, STARTS_APART)
+        )
+
+
+def broadcast(x: Shape, y: Shape) -> Shape:
+    """The shape that both are stretched to.
+
+    >>> broadcast((4, 1, 3), (2, 1))
+    (4, 2, 3)
+    """
+    length = max(len(x), len(y))
+    x, y = (1,) * (length - len(x)) + x, (1,) * (length - len(y)) + y
+    return tuple(b if a == 1 else a for a, b in zip(x, y, strict=True))
+
+
+def _broadcast(p: Program, step: Step, g: Value, _: int) -> Value:
+    shape = step.inputs[0].shape
+    new = len(g.shape) - len(shape)
+    axes = tuple(i for i, dim in enumerate(g.shape) if i < new or dim != shape[i - new])
+    return p.squeeze(p.sum(g, axes, keepdims=True) if axes else g, tuple(range(new)))
+
+
+def _multiply(p: Program, step: Step, g: Value, place: int) -> Value:
+    return p.multiply(step.inputs[1 - place], g)
+
+
+def _log_sum_exp(p: Program, step: Step, g: Value, _: int) -> Value:
+    return p.multiply(g, p.softmax(step.inputs[0]))
+
+
+def _divide(p: Program, step: Step, g: Value, place: int) -> Value:
+    x, y = step.inputs
+    if place == 0:
+        return p.divide(g, y)
+    return p.unary("Negative", p.divide(p.multiply(g, x), p.unary("Square", y)))
+
+
+def _power(p: Program, step: Step, g: Value, _: int) -> Value:
+    x, exponent = step.inputs
+    lower = p.binary("Power", x, p.subtract(exponent, p.scalar(x.width)))
+    return p.multiply(g, p.multiply(lower, exponent))
+
+
+def _matmul(p: Program, step: Step, g: Value, place: int) -> Value:
+    if place == 0:
+        return p.matmul(g, p.swapped(step.inputs[1]))
+    return p.matmul(p.swapped(step.inputs[0]), g)
+
+
+def _sigmoid(p: Program, step: Step, g: Value, _: int) -> Value:
+    slope = p.multiply(step.output, p.subtract(p.scalar(g.width, "one"), step.output))
+    return p.multiply(g, slope)
+
+
+def _tanh(p: Program, step: Step, g: Value, _: int) -> Value:
+    return p.multiply(g, p.subtract(p.scalar(g.width), p.unary("Square", step.output)))
+
+
+def _softmax(p: Program, step: Step, g: Value, _: int) -> Value:
+    product = p.multiply(step.output, g)
+    total = p.sum(product, (len(g.shape) - 1,), keepdims=True)
+    return p.subtract(product, p.multiply(step.output, total))
+
+
+def _rsqrt(p: Program, step: Step, g: Value, _: int) -> Value:
+    return p.multiply(p.scaled(g), p.divide(step.output, step.inputs[0]))
+
+
+def _slice(p: Program, step: Step, g: Value, _: int) -> Value:
+    x = step.inputs[0]
+    return p.op("SliceUpdate", [p.zeros(x.shape, x.width), g], x.shape)
+
+
+def _concatenate(p: Program, step: Step, g: Value, place: int) -> Value:
+    axis = step.arguments[0]
+    start = sum(x.shape[axis] for x in step.inputs[:place])
+    return p.slice(g, axis, start, start + step.inputs[place].shape[axis])
+
+
+def _transposed(p: Program, step: Step, g: Value, _: int) -> Value:
+    axes = step.arguments[0]
+    return p.transpose(g, *(axes.index(i) for i in range(len(axes))))
+
+
+def _scattered(p: Program, step: Step, g: Value, _: int) -> Value:
+    x, index = step.inputs
+    name = "ScatterAxis" if step.name == "GatherAxis" else "Scatter"
+    return p.op(name, [p.zeros(x.shape, x.width), index, g], x.shape)
+
+
+def _gather_mm(p: Program, step: Step, g: Value, place: int) -> Value:
+    x, matrices, _, index = step.inputs
+    if place == 0:
+        return p.gather_mm(g, p.swapped(matrices), index)
+    rows = p.flatten(x, 0, len(x.shape) - 2), p.flatten(g, 0, len(g.shape) - 2)
+    shape = (matrices.shape[0], matrices.shape[2], matrices.shape[1])
+    return p.swapped(p.op("SegmentedMM", rows, shape))
+
+
+def _reversed_scan(p: Program, step: Step, g: Value, _: int) -> Value:
+    return p.op("Scan", [g], g.shape)
+
+
+def _unpadded(p: Program, step: Step, g: Value, _: int) -> Value:
+    axis, count = step.arguments
+    return p.slice(g, axis, count, g.shape[axis])
+
+
+def _convolution(p: Program, step: Step, g: Value, place: int) -> Value:
+    x, weight = step.inputs
+    if place:
+        return p.op("Convolution", [x, g], weight.shape, opaque=True)
+    # Turned round, it takes the slow way, which makes nothing (backend/cpu/conv.cpp, conv_1D_cpu).
+    return p.op("Convolution", [g, weight], x.shape, opaque=True)
+
+
+def _norm(p: Program, step: Step, g: Value, place: int) -> Value:
+    """Metal's kernel for both gradients (``mlx/backend/metal/normalization.cpp``)."""
+    x, weight = step.inputs
+    by_x = p.op("RMSNormVJP", [x, weight, g], x.shape, opaque=True, donors=(0, 2))
+    return by_x if place == 0 else p.sum(by_x, tuple(range(len(x.shape) - 1)))
+
+
+def _turned_back(p: Program, step: Step, g: Value, _: int) -> Value:
+    return p.op("RoPE", [g], g.shape, opaque=True, donors=(0,))
+
+
+def _quantized(p: Program, step: Step, g: Value, _: int) -> Value:
+    return p.quantized_matmul(g, step.inputs[1], step.inputs[0].shape[-1])
+
+
+def _selected(p: Program, step: Step, g: Value, _: int) -> Value:
+    return p.multiply(p.astype(step.inputs[0], g.width), g)
+
+
+GRADIENTS: dict[str, Gradient] = {
+    **dict.fromkeys(("Add", "Copy", "Depends", "Contiguous", "Split"), lambda p, step, g, place: g),
+    "AsType": lambda p, step, g, place: p.astype(g, step.inputs[0].width),
+    "Broadcast": _broadcast,
+    "Concatenate": _concatenate,
+    "Convolution": _convolution,
+    "Divide": _divide,
+    "Exp": lambda p, step, g, place: p.multiply(g, step.output),
+    "ExpandDims": lambda p, step, g, place: p.squeeze(g, step.arguments[0]),
+    "Gather": _scattered,
+    "GatherAxis": _scattered,
+    "GatherMM": _gather_mm,
+    "LogSumExp": _log_sum_exp,
+    "Matmul": _matmul,
+    "Multiply": _multiply,
+    "Negative": lambda p, step, g, place: p.unary("Negative", g),
+    "Pad": _unpadded,
+    "Power": _power,
+    "QuantizedMatmul": _quantized,
+    "RMSNorm": _norm,
+    "RoPE": _turned_back,
+    "Reduce": lambda p, step, g, place: p.broadcast_to(g, step.inputs[0].shape),
+    "Scan": _reversed_scan,
+    "Select": _selected,
+    "Sigmoid": _sigmoid,
+    "Slice": _slice,
+    "Softmax": _softmax,
+    "Sqrt": _rsqrt,
+    "Square": lambda p, step, g, place: p.multiply(step.inputs[0], p.scaled(g)),
+    "Squeeze": lambda p, step, g, place: p.op(
+        "ExpandDims", [g], step.inputs[0].shape, None, step.arguments
+    ),
+    "Subtract": lambda p, step, g, place: p.unary("Negative", g) if place else g,
+    "Tanh": _tanh,
+    "Transpose": _transposed,
+    **dict.fromkeys(
+        ("Flatten", "Reshape", "Unflatten"),
+        lambda p, step, g, place: p.reshape(g, *step.inputs[0].shape),
+    ),
+}

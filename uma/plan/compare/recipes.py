@@ -1,0 +1,192 @@
+"""Ways to train a model: the numbers kept for each weight, where they lie, what is computed twice.
+
+PyTorch's are PEFT and Trainer on one device, DeepSpeed's ZeRO and FSDP on several or with a part
+of the state on the host or its disk; MLX's are those of ``mlx_lm.lora`` and ``uma lora train``.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+from uma.engines.torch_model import Settings
+from uma.frozen import dataclass
+from uma.workload import Sharding, TrainingEngine, TrainingWorkload
+
+Place = Literal["", "host", "disk"]
+Kind = Literal["lora", "qlora", "dora", "full"]
+"""What is trained; ``lora`` and ``dora`` may be on a base in fewer bits, ``qlora`` is."""
+
+# Everything that is not quantized in 16 bits, AdamW in one kernel (``optim="adamw_torch_fused"``):
+# without PEFT's prepare_model_for_kbit_training, which makes float32 of embeddings and head.
+PLAIN = Settings(prepare_kbit=False, foreach=False, fsdp_hooks=False)
+# FSDP 2 makes float32 of all weights where it mixes precision, frozen ones too (accelerate 1.15,
+# ``utils/fsdp_utils.py``, ``fsdp2_prepare_model``): adapters are trained under FSDP 1.
+FSDP_1 = replace(PLAIN, fsdp_hooks=True)
+FLOAT32_WEIGHTS = replace(PLAIN, weight_width=4)  # Trainer with bf16=True: autocast
+DEEPSPEED = replace(PLAIN, deepspeed=True)
+
+MIXED, EIGHT_BIT, SIXTEEN_BIT = 2, 1, 0
+STATES = {MIXED: "float32 states", EIGHT_BIT: "8-bit states", SIXTEEN_BIT: "bf16 states"}
+GIVES_UP = {
+    EIGHT_BIT: "weights are updated in 16 bits, by states in 8: small updates are rounded away",
+    SIXTEEN_BIT: "weights and states are in 16 bits: small updates are rounded away",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One way; ``bits`` are those of the weights that are read, ``format`` says it in words.
+
+    ``quality`` is that of the optimizer's numbers in full training.
+    """
+
+    engine: TrainingEngine
+    workload: TrainingWorkload
+    bits: int
+    format: str
+    quality: int = 0
+    settings: Settings = PLAIN
+    own: bool = False
+
+    @property
+    def trainer(self) -> str:
+        """What runs it: uma, mlx_lm, peft, deepspeed or fsdp."""
+        spread = self.workload.sharding
+        if self.engine == "mlx":
+            return "uma" if self.own else "mlx_lm"
+        return "fsdp" if spread.fsdp else "deepspeed" if spread.zero_stage else "peft"
+
+    @property
+    def technique(self) -> str:
+        """In words, as ``QLoRA, ZeRO 3, parameters on the host, checkpointing``."""
+        workload, spread = self.workload, self.workload.sharding
+        name = {"lora": "LoRA", "dora": "DoRA", "full": "full"}[workload.method]
+        parts = [f"Q{name}" if workload.quantized else name]
+        if spread.fsdp:
+            parts.append("FSDP")
+        elif spread.zero_stage:
+            parts.append(f"ZeRO {spread.zero_stage}")
+        elif spread.data > 1:
+            parts.append("data parallel")
+        if workload.optimizer.startswith("paged"):
+            parts.append("paged optimizer")
+        if spread.offload_parameters:
+            parts.append(f"parameters on the {spread.offload_parameters}")
+        if spread.offload_optimizer:
+            parts.append(f"optimizer on the {spread.offload_optimizer}")
+        if self.own:
+            parts.append("uma lora train")
+        elif workload.grad_checkpoint:
+            parts.append("checkpointing")
+        return ", ".join(parts)
+
+
+def mlx_recipes(asked: TrainingWorkload, kind: Kind) -> Iterator[Recipe]:
+    """With the optimizer's states in the model's own 16 bits where all of it is trained.
+
+    ``uma lora train`` runs every layer again in its backward pass, as checkpointing does.
+    """
+    widths = {"qlora": (8, 4), "full": (16,)}.get(kind, (16, 8, 4))
+    for bits in widths:
+        for every, own in ((0, False), (1, True), (1, False)):
+            held = f"{bits}bit" if bits < 16 else ""
+            workload = replace(asked, grad_checkpoint=every, quantized=held, optimizer="adamw")
+            words = f"bf16, {STATES[SIXTEEN_BIT]}" if kind == "full" else held or "bf16"
+            yield Recipe("mlx", workload, bits, words, SIXTEEN_BIT, own=own)
+
+
+def torch_recipes(
+    asked: TrainingWorkload, kind: Kind, devices: int, places: tuple[Place, ...]
+) -> Iterator[Recipe]:
+    """PyTorch's on equal cards, the simplest first; ``places`` are those to offload to."""
+    ways = _full(devices, places) if kind == "full" else _adapters(kind, devices, places)
+    for recipe in ways:
+        for every in (0, 1):
+            workload = replace(
+                asked,
+                optimizer=recipe.workload.optimizer,
+                quantized=recipe.workload.quantized,
+                sharding=recipe.workload.sharding,
+                grad_checkpoint=every,
+            )
+            yield replace(recipe, workload=workload)
+
+
+def _adapters(kind: Kind, devices: int, places: tuple[Place, ...]) -> Iterator[Recipe]:
+    """A base in 16 bits, or in 4 as QLoRA has it; whole on each device, in parts, or elsewhere.
+
+    A quantized base goes to the host under FSDP alone, which is for several devices (PEFT 0.20,
+    ``docs/source/accelerate/fsdp.md``).
+    """
+    for bits, held in ((16, ""), (4, "nf4-double")):
+        if bits == 16 and kind == "qlora":
+            continue
+        words = held or "bf16"
+        for optimizer in ("adamw", "paged-adamw-8bit"):
+            yield _recipe(optimizer, Sharding(data=devices), bits, words, held=held)
+        if devices > 1:
+            yield _recipe("adamw", _fsdp(devices), bits, words, settings=FSDP_1, held=held)
+        if held:
+            if devices > 1 and "host" in places:
+                spread = _fsdp(devices, "host")
+                yield _recipe("adamw", spread, bits, words, settings=FSDP_1, held=held)
+            continue
+        for place in places:
+            spread = Sharding(
+                devices, zero_stage=3, offload_parameters=place, offload_optimizer=place
+            )
+            yield _recipe("adamw", spread, bits, words, settings=DEEPSPEED)
+
+
+def _fsdp(devices: int, place: Literal["", "host"] = "") -> Sharding:
+    return Sharding(
+        devices, zero_stage=3, fsdp=True, offload_parameters=place, offload_optimizer=place
+    )
+
+
+def _full(devices: int, places: tuple[Place, ...]) -> Iterator[Recipe]:
+    """By what is kept for each weight: float32, states in 8 bits, or 16 bits of everything."""
+    words = {quality: f"bf16, {states}" for quality, states in STATES.items()}
+    alone = Sharding(data=devices)
+    for optimizer in ("adamw", "paged-adamw"):
+        yield _recipe(optimizer, alone, 16, words[MIXED], MIXED, FLOAT32_WEIGHTS)
+    for spread in _zero(devices, places):
+        settings = FLOAT32_WEIGHTS if spread.fsdp else DEEPSPEED
+        yield _recipe("adamw", spread, 16, words[MIXED], MIXED, settings)
+    for optimizer in ("adamw-8bit", "paged-adamw-8bit"):
+        yield _recipe(optimizer, alone, 16, words[EIGHT_BIT], EIGHT_BIT)
+    for spread in (alone, _fsdp(devices)) if devices > 1 else (alone,):
+        yield _recipe("adamw", spread, 16, words[SIXTEEN_BIT], SIXTEEN_BIT)
+
+
+def _zero(devices: int, places: tuple[Place, ...]) -> Iterator[Sharding]:
+    """Stages 1 to 3, FSDP, and what is offloaded: ZeRO-Offload, and ZeRO-Infinity with a disk."""
+    if devices > 1:
+        yield Sharding(devices, zero_stage=1)
+        yield Sharding(devices, zero_stage=2)
+        yield Sharding(devices, zero_stage=3)
+        yield _fsdp(devices)
+    if "host" in places:
+        yield Sharding(devices, zero_stage=2, offload_optimizer="host")
+        if devices > 1:
+            yield Sharding(devices, zero_stage=3, offload_optimizer="host")
+        yield Sharding(devices, zero_stage=3, offload_optimizer="host", offload_parameters="host")
+    if "disk" in places:
+        if devices > 1:
+            yield Sharding(devices, zero_stage=3, offload_optimizer="disk")
+        yield Sharding(devices, zero_stage=3, offload_optimizer="disk", offload_parameters="host")
+        yield Sharding(devices, zero_stage=3, offload_optimizer="disk", offload_parameters="disk")
+
+
+def _recipe(
+    optimizer: str,
+    spread: Sharding,
+    bits: int,
+    words: str,
+    quality: int = 0,
+    settings: Settings = PLAIN,
+    *,
+    held: str = "",
+) -> Recipe:
+    workload = TrainingWorkload(optimizer=optimizer, quantized=held, sharding=spread)
+    return Recipe("torch", workload, bits, words, quality, settings)

@@ -1,0 +1,321 @@
+"""Training on one machine: of all recipes the best that fits, and why better ones do not."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from uma.architecture.layers import Architecture
+from uma.checkpoint.source import ModelSource
+from uma.engines.torch_model import Model, weights_bytes
+from uma.frozen import dataclass
+from uma.ledger import Verdict, peak
+from uma.machine import budget_of, verdict
+from uma.memory.adapters import adapters
+from uma.memory.reads import WeightReads
+from uma.memory.term import MemoryTerm
+from uma.memory.weights import weight_bytes
+from uma.plan.compare.candidates import Candidate
+from uma.plan.compare.discrete import host_room_bytes
+from uma.plan.compare.plans import Plan, no_prompt
+from uma.plan.compare.recipes import (
+    GIVES_UP,
+    Kind,
+    Place,
+    Recipe,
+    mlx_recipes,
+    torch_recipes,
+)
+from uma.plan.training_case import TrainingCase
+from uma.plan.training_places import Places, places
+from uma.quantization import Quantization
+from uma.speed.processor import processors_of
+from uma.speed.rate import NotKnown, Rate
+from uma.speed.stored import even_reads
+from uma.speed.training import HostMemory, training_tps
+from uma.units import format_gib
+from uma.workload import TrainingWorkload
+
+if TYPE_CHECKING:
+    from uma.plan.compare.search import Wanted
+
+T = TypeVar("T")
+NO_DISK_RATE = NotKnown("how fast the host's disk is is not told: --disk-bandwidth GB/s")
+NO_LINK = NotKnown("the link between host and card is not known")
+_UNIT = 10**9  # bytes of weights; of a training only the numbers of elements matter
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSubject:
+    """A model and how it is to be trained; what was computed for one machine serves the next."""
+
+    source: ModelSource
+    architecture: Architecture
+    workload: TrainingWorkload
+    kind: Kind
+    known: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def trained_elements(self) -> int:
+        if self.workload.method == "full":
+            return self.architecture.num_parameters
+        return self._once("trained", self._adapter_elements)
+
+    def _adapter_elements(self) -> int:
+        return sum(adapter.size for adapter in adapters(self.architecture, self.workload))
+
+    @property
+    def reads(self) -> WeightReads:
+        return self._once("reads", lambda: even_reads(self.architecture, _UNIT))
+
+    def case(self, recipe: Recipe, candidate: Candidate) -> TrainingCase:
+        machine = candidate.machine
+        return TrainingCase(
+            self.architecture,
+            machine,
+            budget_of(machine),
+            recipe.engine,
+            recipe.workload,
+            self._weights(recipe.bits) if recipe.engine == "mlx" else None,
+            settings=recipe.settings,
+            trainer="uma" if recipe.own else "mlx_lm",
+        )
+
+    def needed_bytes(self, case: TrainingCase) -> tuple[int, int]:
+        """What each device holds at the worst moment, and without the pool of freed blocks.
+
+        What MLX computes does not depend on how many bits quantized weights have.
+        """
+        asked, weights = case.workload, 0
+        if case.weights is not None:
+            weights = case.weights.size_bytes
+            asked = replace(asked, quantized="quantized" if asked.quantized else "")
+
+        def make() -> tuple[int, int]:
+            terms = case.terms()
+            least = [term for term in terms if term.name != "buffer_pool"]
+            return peak(terms)[1] - weights, peak(least)[1] - weights
+
+        key = (asked, case.settings, case.trainer, case.machine.backend)
+        most, least = self._once(key, make)
+        return most + weights, least + weights
+
+    def places(self, case: TrainingCase) -> Places:
+        return self._once(("places", case.workload, case.settings), lambda: places(case))
+
+    def weights_bytes(self, case: TrainingCase) -> int:
+        """Of the whole model, as it is held."""
+        if case.weights is not None:
+            return case.weights.size_bytes
+        model = Model(self.architecture, case.workload, case.settings)
+        key = ("weights", case.workload.quantized, case.settings)
+        return self._once(key, lambda: weights_bytes(model))
+
+    def _weights(self, bits: int) -> MemoryTerm:
+        held = Quantization(bits, 64) if bits < 16 else None
+        return self._once(("weights", bits), lambda: weight_bytes(self.architecture, held))
+
+    def _once(self, key: Any, make: Callable[[], T]) -> T:
+        if key not in self.known:
+            self.known[key] = make()
+        return cast(T, self.known[key])
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """Bytes of one device, and of host and disk for all devices together.
+
+    Of ``device_bytes`` the device can do with ``least_bytes``: torch gives freed blocks back before
+    it is out of memory (torch 2.13, ``c10/cuda/CUDACachingAllocator.cpp``,
+    ``release_cached_blocks``). ``moved_bytes`` of each device's states cross the link both ways in
+    every step.
+    """
+
+    device_bytes: int
+    least_bytes: int
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    moved_bytes: int = 0
+
+
+def best_training(
+    subject: TrainingSubject, candidate: Candidate, wanted: "Wanted"
+) -> tuple[Plan | None, tuple[tuple[Plan, str], ...]]:
+    """The best recipe that fits, and those before it with what they lack.
+
+    Best is the least quantized, by the most exact optimizer, then the fastest, of those that are
+    about as fast the simplest; ``prefer`` of ``speed`` looks at that alone, of ``context`` at the
+    memory to spare. Those that are slower than was wanted come last.
+    """
+    tried: list[Plan] = []
+    for recipe, rate in _in_order(subject, candidate, wanted):
+        plan = _plan(subject, candidate, recipe, rate)
+        tried.append(plan)
+        if plan.verdict == "fits" and wanted.prefer != "context":
+            break
+    if not tried:
+        return None, ()
+    best = max(tried, key=lambda plan: _merit(plan, wanted))  # the first of equals
+    others = tried if wanted.prefer == "context" else tried[: tried.index(best)]
+    reasons = ((plan, plan.shortcoming(wanted.min_tps)) for plan in others if plan is not best)
+    return best, tuple((plan, why or "tight") for plan, why in reasons)
+
+
+def _merit(plan: Plan, wanted: "Wanted") -> tuple[float, ...]:
+    """Of those that were tried, in the order of their worth."""
+    if not plan.runs:
+        return (0, -plan.short_bytes)
+    spare = plan.headroom_bytes if wanted.prefer == "context" else 0
+    return (1, plan.verdict == "fits", spare)
+
+
+def _in_order(
+    subject: TrainingSubject, candidate: Candidate, wanted: "Wanted"
+) -> list[tuple[Recipe, Rate | NotKnown]]:
+    """Every recipe with its speed, which is quicker to know than its memory, the best first."""
+    found = [
+        (recipe, _rate(subject, candidate, recipe))
+        for recipe in _recipes(subject, candidate)
+        if recipe.bits >= wanted.min_bits and wanted.trainer in (None, recipe.trainer)
+    ]
+
+    def worth(one: tuple[Recipe, Rate | NotKnown]) -> tuple[float, ...]:
+        recipe, rate = one
+        tps = 0.0 if isinstance(rate, NotKnown) else float(f"{rate.best:.2g}")
+        slow = not isinstance(rate, NotKnown) and tps < wanted.min_tps
+        if wanted.prefer == "speed":
+            return (not slow, tps, recipe.bits, recipe.quality)
+        return (not slow, recipe.bits, recipe.quality, tps)
+
+    return sorted(found, key=worth, reverse=True)
+
+
+def _recipes(subject: TrainingSubject, candidate: Candidate) -> Iterator[Recipe]:
+    machine, host = candidate.machine, candidate.host
+    if machine.backend == "metal" or machine.kind == "host":
+        if subject.architecture.module is not None and candidate.number == 1:
+            yield from mlx_recipes(subject.workload, subject.kind)
+        return
+    if len({device.name for device in machine.devices}) > 1:
+        return  # of different cards the slowest and the smallest would decide
+    where: tuple[Place, ...] = ()
+    if candidate.discrete and machine.host_memory_bytes is not None:
+        where = ("host", "disk") if host is not None and host.disk_bytes else ("host",)
+    devices = max(1, len(machine.devices))
+    yield from torch_recipes(subject.workload, subject.kind, devices, where)
+
+
+def _plan(
+    subject: TrainingSubject, candidate: Candidate, recipe: Recipe, rate: Rate | NotKnown
+) -> Plan:
+    case = subject.case(recipe, candidate)
+    need, devices, budget = _need(subject, case), case.machine_devices, case.budget
+    found, short, of = _lacking(candidate, case, need)
+    weights = subject.weights_bytes(case)
+    return Plan(
+        technique=recipe.technique,
+        engine="mlx" if recipe.engine == "mlx" else "transformers",
+        format=recipe.format,
+        bits=recipe.bits,
+        bits_per_weight=8 * weights / subject.architecture.num_parameters,
+        device_bytes=need.device_bytes * devices,
+        host_bytes=need.host_bytes,
+        disk_bytes=need.disk_bytes,
+        budget_bytes=budget.budget_bytes,
+        verdict=found,
+        decode=rate,
+        prompt_of=no_prompt,
+        notes=tuple(_notes(recipe, need, case.room_bytes)),
+        short_bytes=short,
+        short_of=of,
+        quality=recipe.quality,
+        recipe=recipe,
+    )
+
+
+def _need(subject: TrainingSubject, case: TrainingCase) -> _Need:
+    """What lies where. A paged optimizer's states are on the host as far as there is no room."""
+    devices = case.machine_devices
+    (device, least), beside = subject.needed_bytes(case), subject.places(case)
+    if not case.workload.optimizer.startswith("paged"):
+        return _Need(device, least, beside.host_bytes * devices, beside.disk_bytes * devices)
+    states = beside.host_bytes
+    if case.machine.kind != "discrete":  # there is nowhere else to go
+        return _Need(device + states, least + states)
+    kept = max(0, min(states, case.budget.budget_bytes // devices - device))
+    return _Need(device + kept, least, (states - kept) * devices, 0, states - kept)
+
+
+def _lacking(candidate: Candidate, case: TrainingCase, need: _Need) -> tuple[Verdict, int, str]:
+    """The verdict, and what is most short: a device, the host's memory, or its disk."""
+    host, disk = host_room_bytes(candidate.machine), 0
+    if candidate.host is not None:
+        disk = candidate.host.disk_bytes or 0
+    devices = case.machine_devices
+    where = "the GPU's part" if not case.machine.devices else "the card"
+    rooms = (
+        (need.least_bytes, case.room_bytes, where if devices == 1 else "each card"),
+        (need.host_bytes, host, "the host's memory"),
+        (need.disk_bytes, disk, "the host's disk"),
+    )
+    needed, room, where = max(rooms, key=lambda one: one[0] - one[1])
+    if needed > room:
+        return "exceeds", needed - room, f"{where}, {format_gib(room)}"
+    found = verdict(need.device_bytes * devices, case.budget)
+    return "tight" if found == "exceeds" else found, 0, ""
+
+
+def _rate(subject: TrainingSubject, candidate: Candidate, recipe: Recipe) -> Rate | NotKnown:
+    """Tokens of all devices together."""
+    machine, spread = candidate.machine, recipe.workload.sharding
+    link, bandwidth = machine.link_bytes_per_s, candidate.host_bandwidth_bytes_per_s
+    host = None if link is None or bandwidth is None else HostMemory(bandwidth, link)
+    if "disk" in (spread.offload_optimizer, spread.offload_parameters):
+        disk = None if candidate.host is None else candidate.host.disk_bytes_per_s
+        if disk is None or link is None:
+            return NO_DISK_RATE
+        host = HostMemory(disk, min(link, disk / spread.data))  # all devices share the disk
+    found = training_tps(
+        subject.architecture,
+        subject.reads,
+        processors_of(machine),
+        recipe.engine,
+        recipe.workload,
+        trained_elements=subject.trained_elements,
+        host=host,
+    )
+    if not recipe.workload.optimizer.startswith("paged"):
+        return found
+    case = subject.case(recipe, candidate)
+    return _paged(found, case, _need(subject, case).moved_bytes)
+
+
+def _paged(rate: Rate | NotKnown, case: TrainingCase, moved_bytes: int) -> Rate | NotKnown:
+    """The rate where ``moved_bytes`` of each device go to the host and come back in every step."""
+    if not moved_bytes or isinstance(rate, NotKnown):
+        return rate
+    link, workload = case.machine.link_bytes_per_s, case.workload
+    if link is None:
+        return NO_LINK
+    tokens = workload.tokens * workload.grad_accumulation_steps * workload.sharding.data
+    waited_s = 2 * moved_bytes / link
+
+    def beside(tps: float) -> float:
+        return tokens / (tokens / tps + waited_s)
+
+    return replace(rate, low=beside(rate.low), best=beside(rate.best), high=beside(rate.high))
+
+
+def _notes(recipe: Recipe, need: _Need, room_bytes: int) -> Iterator[str]:
+    if need.least_bytes <= room_bytes < need.device_bytes:
+        yield (
+            "torch's pool of freed blocks has no room, which costs time: "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keeps it small"
+        )
+    if recipe.workload.method == "full" and recipe.quality in GIVES_UP:
+        yield GIVES_UP[recipe.quality]
+    if need.moved_bytes:
+        moved = format_gib(need.moved_bytes)
+        yield f"{moved} of states go to the host and back in every step, at the link's full rate"
+    paged_or_small = recipe.workload.optimizer not in ("adam", "adamw")
+    if recipe.engine == "torch" and (paged_or_small or recipe.workload.quantized):
+        yield "needs bitsandbytes"

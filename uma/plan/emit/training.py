@@ -1,0 +1,61 @@
+"""Configurations that train a planned workload with PyTorch: a script, DeepSpeed's or FSDP's file.
+
+FSDP's keys: accelerate 1.15 (``commands/config/config_args.py``, ``utils/dataclasses.py``,
+``FullyShardedDataParallelPlugin``).
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from uma.errors import UsageError
+from uma.plan.emit.deepspeed import deepspeed_json
+from uma.plan.emit.peft import LEARNING_RATES, MIXED, Training, check_trainer, peft_script
+
+TrainingTarget = Literal["peft", "deepspeed", "fsdp"]
+TRAINING_TARGETS: tuple[TrainingTarget, ...] = ("peft", "deepspeed", "fsdp")
+
+
+def training_configuration(target: TrainingTarget, training: Training) -> str:
+    """A file that runs the plan.
+
+    Raises:
+        UsageError: If the programs cannot run such a workload.
+    """
+    check_trainer(training.workload)
+    if target == "deepspeed":
+        return deepspeed_json(training.workload, LEARNING_RATES[training.workload.method])
+    emit: dict[str, Callable[[Training], Iterator[str]]] = {"peft": peft_script, "fsdp": _fsdp}
+    title = [f"# {training.title}"] if training.title else []
+    return "\n".join([*title, *emit[target](training)])
+
+
+def _fsdp(training: Training) -> Iterator[str]:
+    """accelerate's file for FSDP 2, which shards each parameter by itself."""
+    asked = training.workload
+    spread = asked.sharding
+    if spread.zero_stage not in (2, 3) or spread.data == 1:
+        raise UsageError(
+            "--emit fsdp: FSDP shards over several devices as ZeRO stages 2 and 3 do; plan with "
+            "--devices and --zero-stage 3, or --emit peft for one device"
+        )
+    if spread.offload_optimizer != spread.offload_parameters or "disk" in spread.offload_parameters:
+        raise UsageError(
+            "--emit fsdp: FSDP offloads parameters, gradients and states together, to the host; "
+            "--emit deepspeed offloads each by itself"
+        )
+    flag = {True: "true", False: "false"}
+    yield "# accelerate launch --config_file THIS_FILE train.py, with the script of --emit peft"
+    yield "compute_environment: LOCAL_MACHINE"
+    yield "distributed_type: FSDP"
+    yield f"mixed_precision: {MIXED[asked.dtype]}"
+    yield "num_machines: 1"
+    yield f"num_processes: {spread.data}  # one for each device"
+    yield "fsdp_config:"
+    yield "  fsdp_version: 2"
+    yield "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP  # a layer is gathered at a time"
+    whole = "gathered again for the backward pass" if spread.zero_stage == 3 else "kept whole"
+    yield f"  fsdp_reshard_after_forward: {flag[spread.zero_stage == 3]}  # parameters are {whole}"
+    yield f"  fsdp_offload_params: {flag[bool(spread.offload_parameters)]}  # with states"
+    yield f"  fsdp_activation_checkpointing: {flag[bool(asked.grad_checkpoint)]}"
+    yield "  fsdp_cpu_ram_efficient_loading: true  # one process reads the file for all"
+    yield "  fsdp_state_dict_type: FULL_STATE_DICT"

@@ -1,0 +1,101 @@
+"""A model as it is to be trained on a machine, and what one step of it needs."""
+
+from dataclasses import replace
+from typing import Any
+
+from uma.architecture.layers import Architecture
+from uma.engines import mlx_training, torch_training
+from uma.engines.torch_model import Settings
+from uma.frozen import dataclass
+from uma.ledger import peak
+from uma.machine import Budget, Machine
+from uma.memory.adapters import adapters
+from uma.memory.term import MemoryTerm
+from uma.plan.estimate import ceiling_bytes
+from uma.workload import Trainer, TrainingEngine, TrainingWorkload
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingCase:
+    """A model as it is to be trained.
+
+    ``weights`` is the base as it is held, for MLX; the torch engine knows it from the workload.
+    ``smaller`` is the same base in 4 bits, where it is not quantized yet. ``trainer`` is the
+    program that trains under MLX.
+    """
+
+    architecture: Architecture
+    machine: Machine
+    budget: Budget
+    engine: TrainingEngine
+    workload: TrainingWorkload
+    weights: MemoryTerm | None = None
+    smaller: MemoryTerm | None = None
+    settings: Settings = Settings()
+    trainer: Trainer = "mlx_lm"
+
+    def terms(self) -> tuple[MemoryTerm, ...]:
+        """Every term of one step on one device, by phase."""
+        if self.engine == "torch":
+            return torch_training.training_terms(self.architecture, self.workload, self.settings)
+        assert self.weights is not None
+        asked = (self.architecture, self.weights, self.workload)
+        if self.workload.sharding.zero_stage == 3:
+            from uma.engines.mlx_sharded import sharded_training_terms
+
+            return sharded_training_terms(*asked, backend=self.machine.backend)
+        if self.trainer == "uma":
+            from uma.engines.mlx_own_step import own_training_terms
+
+            return own_training_terms(*asked, backend=self.machine.backend)
+        return mlx_training.training_terms(*asked, backend=self.machine.backend)
+
+    def needed_bytes(self) -> int:
+        return peak(self.terms())[1]
+
+    def changed(self, **changes: Any) -> "TrainingCase":
+        """The same case with other values of its workload."""
+        return replace(self, workload=replace(self.workload, **changes))
+
+    @property
+    def machine_devices(self) -> int:
+        """Devices of one machine."""
+        return max(1, len(self.machine.devices))
+
+    @property
+    def room_bytes(self) -> int:
+        """What one device may hold: of a machine with several cards, each has its part."""
+        return ceiling_bytes(self.budget) // self.machine_devices
+
+    @property
+    def mlx_bits(self) -> int:
+        """Bits of the base under MLX: 16 where it is not quantized."""
+        word = self.workload.quantized.split(" ")[0]
+        return int(word) if word.isdigit() else 16
+
+    @property
+    def trainable_parameters(self) -> int:
+        if self.workload.method != "full":
+            return sum(a.size for a in adapters(self.architecture, self.workload))
+        if self.engine == "torch" and self.workload.num_layers is None:
+            return self.architecture.num_parameters
+        arrays = mlx_training.trained_arrays(self.architecture, self.workload)
+        return sum(a.size_bytes // a.width for a in arrays)
+
+
+class Needs:
+    """What variants of one case need, each computed once."""
+
+    def __init__(self) -> None:
+        self.found: dict[Any, int] = {}
+
+    @staticmethod
+    def key(case: TrainingCase) -> Any:
+        """What the variants of one case differ in."""
+        return case.workload, case.weights, case.settings, case.trainer
+
+    def __call__(self, case: TrainingCase) -> int:
+        key = self.key(case)
+        if key not in self.found:
+            self.found[key] = case.needed_bytes()
+        return self.found[key]

@@ -1,0 +1,119 @@
+"""The inverses of a training estimate: the largest batch, length and rank that fit, each alone."""
+
+from collections.abc import Callable
+
+from uma.memory.term import MemoryTerm
+from uma.plan.training_case import Needs, TrainingCase
+
+MOST = {"batch_size": 4096, "max_seq_length": 1 << 20, "rank": 4096}  # looked for, not allowed
+TRIES = 12
+FAR = 1 << 60
+CLOSE = 64  # a value is the largest when one more in 64 does not fit
+
+Needed = Callable[[int], int]
+
+
+def largest(
+    case: TrainingCase, terms: tuple[MemoryTerm, ...], needs: Needs
+) -> dict[str, int | None]:
+    """The largest batch, length and rank that fit, each alone; ``None`` where 1 does not."""
+    held = sum(t.size_bytes for t in terms if t.phase == "always")
+    room, workload = case.room_bytes, case.workload
+    if held > room:
+        return dict.fromkeys(_fields(case))
+    workers = workload.sharding.data if case.engine == "mlx" else 1
+    needed = _along(case, needs, "batch_size", workers)
+    rows = _largest(needed, workload.batch_size // workers, held, room, MOST["batch_size"])
+    found = {"batch_size": rows and rows * workers}
+    needed = _along(case, needs, "max_seq_length")
+    length = _largest(needed, workload.max_seq_length, held, room, MOST["max_seq_length"])
+    found["max_seq_length"] = length
+    if workload.method != "full":
+        names = ("adapters", "optimizer_states")
+        by_rank = sum(t.size_bytes for t in terms if t.phase == "always" and t.name in names)
+        needed = _along(case, needs, "rank")
+        found["rank"] = _largest_rank(needed, workload.rank, by_rank, room)
+    return found
+
+
+def _fields(case: TrainingCase) -> tuple[str, ...]:
+    return ("batch_size", "max_seq_length", *(("rank",) if case.workload.method != "full" else ()))
+
+
+def _along(case: TrainingCase, needs: Needs, field: str, step: int = 1) -> Needed:
+    return lambda count: needs(case.changed(**{field: count * step}))
+
+
+def _largest(needed: Needed, asked: int, held_bytes: int, room_bytes: int, most: int) -> int | None:
+    """The largest number that needs at most ``room_bytes``, within one in ``CLOSE``.
+
+    What is needed never falls, and rises as a line or a parabola from about ``held_bytes`` at 0,
+    with a corner where another phase begins to bind.
+
+    >>> _largest(lambda n: 100 + 3 * n, 10, 100, 1000, 4096)
+    300
+    """
+    points = {0: held_bytes, asked: needed(asked)}
+    if points[asked] > room_bytes:
+        points[1] = needed(1)
+        if points[1] > room_bytes:
+            return None
+    for _ in range(TRIES):
+        low = max(n for n, size in points.items() if size <= room_bytes)
+        high = min((n for n, size in points.items() if size > room_bytes), default=most + 1)
+        near = max(1, low // CLOSE)
+        if min(high - low, _at_most(points, room_bytes) - low) <= near:
+            break
+        guess = _reached(points, room_bytes)
+        guess = max(guess - guess // (4 * CLOSE), low + near)
+        if guess >= high:  # the parabola is none of what lies between
+            guess = most if high > most else (low + high) // 2
+        points[guess] = needed(guess)
+    return max(n for n, size in points.items() if size <= room_bytes)
+
+
+def _at_most(points: dict[int, int], room_bytes: int) -> int:
+    """A number that surely does not fit: the line through the last two that do runs below.
+
+    What is at 0 is no value of what is needed, and lies below it.
+    """
+    fitting = sorted(point for point in points.items() if point[0] and point[1] <= room_bytes)
+    if len(fitting) < 2:
+        return FAR
+    (x0, y0), (x1, y1) = fitting[-2:]
+    return FAR if y1 <= y0 else 1 + int(x1 + (room_bytes - y1) * (x1 - x0) / (y1 - y0))
+
+
+def _largest_rank(needed: Needed, asked: int, by_rank_bytes: int, room_bytes: int) -> int | None:
+    """The largest rank: what is needed is a line over it, or two that rise ever faster.
+
+    So what lies between two points is at most the line between them. ``by_rank_bytes`` are the
+    part of what is needed that the ``asked`` rank is known to account for.
+    """
+    at_asked, low, most = needed(asked), asked, MOST["rank"]
+    if at_asked > room_bytes:
+        low, high = 1, asked
+        if asked == 1 or needed(1) > room_bytes:
+            return None
+    else:
+        high = asked + (room_bytes - at_asked) * asked // max(1, by_rank_bytes) + 1
+        high = max(min(high, most), asked)
+        if needed(high) <= room_bytes:
+            return high
+    at_low, at_high = needed(low), needed(high)
+    return low + (room_bytes - at_low) * (high - low) // (at_high - at_low)
+
+
+def _reached(points: dict[int, int], room_bytes: int) -> int:
+    """Where the parabola, or the line, through the points nearest to ``room_bytes`` reaches it."""
+    near = sorted(points.items(), key=lambda point: abs(point[1] - room_bytes))[:3]
+    *earlier, (x0, y0), (x1, y1) = sorted(near)
+    slope, curve, below = (y1 - y0) / (x1 - x0), 0.0, room_bytes - y0
+    for x, y in earlier:
+        curve = max(0.0, (slope - (y0 - y) / (x0 - x)) / (x1 - x))
+    slope -= curve * (x1 - x0)
+    square = slope * slope + 4 * curve * below
+    if max(curve, slope) <= 0 or square < 0:
+        return FAR
+    # The root that stays exact where the parabola is nearly a line.
+    return int(x0 + 2 * below / (slope + square**0.5))

@@ -1,0 +1,69 @@
+"""Where the state of a training lies, device by device, and what each device sends."""
+
+from uma.engines import mlx_training
+from uma.engines.torch_model import Model, optimizer_states, trained_elements, weights_bytes
+from uma.frozen import dataclass
+from uma.memory.adapters import adapter_elements
+from uma.memory.sharding import Moved, States, communication_bytes, placed
+from uma.plan.training_case import TrainingCase
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """State of one device by where it lies, and what one device sends for one update.
+
+    ``device_bytes`` is state alone, without activations; ``host_bytes`` counts what a paged
+    optimizer may move too. ``sent_bytes`` are by cause, see ``communication_bytes``.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    sent_bytes: dict[str, int]
+
+
+def places(case: TrainingCase) -> Places:
+    """Where the state of ``case`` lies."""
+    workload, spread = case.workload, case.workload.sharding
+    states, paged = _mlx_states(case) if case.engine == "mlx" else _torch_states(case)
+    found = placed(states, spread)
+    stream = workload.tokens * case.architecture.hidden_size * workload.dtype_bytes
+    sent = communication_bytes(
+        Moved(
+            states,
+            stream,
+            len(case.architecture.layers),
+            workload.grad_accumulation_steps,
+            bool(workload.grad_checkpoint),
+        ),
+        spread,
+    )
+    if case.engine == "mlx" and "parameters" in sent and not workload.grad_checkpoint:
+        sent["parameters"] //= 2  # gathered once: they are still there for the backward pass
+    on_host = found.host.total_bytes + paged
+    return Places(found.device.total_bytes, on_host, found.disk.total_bytes, sent)
+
+
+def _torch_states(case: TrainingCase) -> tuple[States, int]:
+    """Whole parameters, gradients and optimizer states; and those that are paged."""
+    model = Model(case.architecture, case.workload, case.settings)
+    trained, found = trained_elements(model), optimizer_states(model)
+    full = model.trains_all
+    width = model.weight_width if full else case.settings.adapter_width
+    parameters = weights_bytes(model) + (0 if full else trained * width)
+    optimizer = found.device_bytes
+    if case.settings.deepspeed:  # float32 copies, and moments in float32
+        optimizer += trained * (FLOAT32 + 2 * (FLOAT32 - width))
+    return States(parameters, trained * width, optimizer), found.paged_bytes
+
+
+def _mlx_states(case: TrainingCase) -> tuple[States, int]:
+    arrays = mlx_training.trained_arrays(case.architecture, case.workload)
+    trained = sum(a.size_bytes for a in arrays)
+    assert case.weights is not None
+    parameters = case.weights.size_bytes
+    if case.workload.method != "full":
+        parameters += FLOAT32 * adapter_elements(case.architecture, case.workload)
+    return States(parameters, trained, mlx_training.optimizer_bytes(case.workload, arrays)), 0
