@@ -195,7 +195,8 @@ def by_accelerate(text: str) -> dict[str, Any]:
         "processes": config.num_processes,
         "mixed_precision": arguments.mixed_precision,
         "version": plugin.fsdp_version,
-        "reshard_after_forward": plugin.reshard_after_forward,
+        "reshard_after_forward": bool(plugin.reshard_after_forward),
+        "strategy": getattr(plugin.sharding_strategy, "name", None),
         "offload": type(plugin.cpu_offload).__name__,
         "activation_checkpointing": plugin.activation_checkpointing,
     }

@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from scoring import speed_training  # noqa: E402
-from scoring.rows import Skipped, decimal, read_rows  # noqa: E402
-from scoring.speed import COLUMNS, Case, case_of, group_of, predict, slow_prompts  # noqa: E402
+from scoring.speed import Case, group_of, predict  # noqa: E402
+from scoring.speed_cases import AnyCase, all_cases  # noqa: E402
 from scoring.speed_training import TrainingCase  # noqa: E402
 from scoring.summary import percentile, statistics  # noqa: E402
 
@@ -37,11 +37,10 @@ from uma.speed import Rate, fitted  # noqa: E402
 from uma.speed.fitted import HOST_BOUND, TERMS, Coefficients, Quantity, together  # noqa: E402
 from uma.speed.processor import DeviceClass, Processor  # noqa: E402
 
-SPEED = ROOT / "uma/data/speed.csv"
+SPEED, MANUAL = ROOT / "uma/data/speed.csv", ROOT / "docs/speed.md"
 NAMED = ("quantity", "engine", "device")
 STATED = ("flops_per_byte", "low", "high", "rows", "pairs", "median_abs_error", "source")
 
-AnyCase = Case | TrainingCase
 Key = tuple[str, str, str]  # quantity, engine, class of device
 Name = tuple[str, str]  # class of device, term
 Fits = dict[Key, dict[str, float]]
@@ -96,38 +95,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--inference", type=Path, default=ROOT / "uma/data/truth/inference.csv")
     parser.add_argument("--training", type=Path, default=ROOT / "uma/data/truth/training.csv")
-    parser.add_argument("--write", action="store_true", help=f"write {SPEED.relative_to(ROOT)}")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write uma/data/speed.csv and the table of docs/speed.md",
+    )
     options = parser.parse_args()
     cases = all_cases(options.inference, options.training)
     balances = flops_per_byte(cases)
     equations = [equation(case, balances) for case in cases if has_rates(case)]
     fits = fit(equations)
+    table = report(equations, fits)
     if options.write:
         SPEED.write_text(as_csv(fits, balances, equations), encoding="utf-8")
-    print(report(equations, fits))
-
-
-def all_cases(inference: Path, training: Path) -> list[AnyCase]:
-    """Every row's case, of each quantity, that the scoring takes."""
-    found: list[AnyCase] = []
-    for row in read_rows(training):
-        if row["tokens_per_s"]:
-            try:
-                found.append(speed_training.case_of(row))
-            except Skipped:
-                continue
-    rows = read_rows(inference)
-    slow = slow_prompts(rows)
-    for row in rows:
-        for quantity in COLUMNS:
-            if quantity == "prefill" and row["rec_id"] in slow:
-                continue
-            if row["kind"] != "fit" and decimal(row[COLUMNS[quantity]]):
-                try:
-                    found.append(case_of(row, quantity))
-                except Skipped:
-                    continue
-    return found
+        before, _, rest = MANUAL.read_text("utf-8").partition("| group | rows |")
+        after = rest.partition("\n\n")[2]
+        MANUAL.write_text(f"{before}{table}\n\n{after}", encoding="utf-8")
+    print(table)
 
 
 def half_of(case: AnyCase) -> int:
@@ -254,10 +238,18 @@ def fit(equations: Sequence[Equation]) -> Fits:
     hosted = [one for one in equations if one.case.host or one.key[2] == "cpu"]
     for engine in {one.case.engine for one in hosted}:
         _solve(fits, [("decode", engine, "cpu")], [e for e in hosted if e.key[0] == "decode"], HOST)
+    for key in set(fits) & set(keys):
+        own = (one for one in equations if one.key == key)
+        met = {term for one in own for device, term in one.at_once if device == key[2]}
+        kept = met | {"memory", "pipeline", *FROM_PROMPTS}
+        fits[key] = {name: value for name, value in fits[key].items() if name in kept}
     return fits
 
 
 def is_alone(case: AnyCase) -> bool:
+    """Whether one device does all; of training, without experts, for which programs differ."""
+    if isinstance(case, TrainingCase) and case.reads.experts:
+        return False
     return case.host is None and len(case.processors) == 1 and case.batch_size == 1
 
 
@@ -342,10 +334,8 @@ def as_csv(fits: Fits, balances: Mapping[str, float], equations: Sequence[Equati
         if not own:
             continue
         ratios = sorted(1 / (1 + error) for error in errors(own, fits).values())
-        used = {term for one in own for device, term in one.at_once if device == key[2]}
-        used |= {"memory", "pipeline", *FROM_PROMPTS}
         writer.writerow(
-            {name: f"{terms[name]:.4g}" for name in TERMS if name in used and terms.get(name)}
+            {name: f"{terms[name]:.4g}" for name in TERMS if terms.get(name)}
             | dict(zip(NAMED, key, strict=True))
             | {
                 "flops_per_byte": f"{balances.get(key[2], 0):.3g}",

@@ -7,6 +7,7 @@ articles that the page quotes are constants here.
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -185,12 +186,19 @@ def _activations(case: TrainingCase) -> int:
 
 
 def mlx_table() -> Iterator[tuple[str, ...]]:
-    yield "Llama-3-8B in 4 bits, batch 4", "16 layers", "checkpointed", "if attention were fused"
+    yield (
+        "Llama-3-8B in 4 bits, batch 4, 16 layers",
+        "mlx_lm.lora",
+        "checkpointed",
+        "if attention were fused",
+        "uma lora train",
+    )
     for tokens in (512, 1024, 2048, 4096):
         cases = [
             mlx("llama-3-8b", 4, max_seq_length=tokens, **asked)
             for asked in ({}, {"grad_checkpoint": 1}, {"attention": "fused"})
         ]
+        cases.append(replace(cases[0], trainer="uma"))
         yield f"{tokens:,} tokens", *(gb(case.needed_bytes()) for case in cases)
 
 

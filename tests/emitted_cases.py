@@ -1,8 +1,10 @@
 """What is emitted for PyTorch in the tests, and run by scripts/check_torch_emitted.py."""
 
+from dataclasses import replace
 from typing import Any
 
 from uma.architecture import architecture_from_config
+from uma.engines.torch_model import Settings
 from uma.plan.emit.accelerate import script
 from uma.plan.emit.device_map import Device, modules_of
 from uma.plan.emit.peft import Training
@@ -85,8 +87,15 @@ TRAINING: dict[str, tuple[TrainingTarget, Training]] = {
         training(sharding=_zero(3, offload_optimizer="host", offload_parameters="host")),
     ),
     "ZeRO-1, 8-bit states": ("deepspeed", training(optimizer="adamw-8bit", sharding=_zero(1))),
-    "FSDP": ("fsdp", training(method="full", grad_checkpoint=1, sharding=_zero(3, fsdp=True))),
-    "FSDP, on the host": (
+    "FSDP": (
+        "fsdp",
+        replace(
+            training(method="full", grad_checkpoint=1, sharding=_zero(3, fsdp=True)),
+            settings=Settings(weight_width=4),
+        ),
+    ),
+    "FSDP 1, LoRA": ("fsdp", training(grad_checkpoint=1, sharding=_zero(3, 4, fsdp=True))),
+    "FSDP, 16 bits, on the host": (
         "fsdp",
         training(
             method="full",

@@ -131,6 +131,8 @@ def test_a_spreadsheet_has_a_line_a_machine(capsys: pytest.CaptureFixture[str]) 
         ("compare llama-3-70b --train lora --emit vllm --machine h100", 2, "leave out --train"),
         ("compare llama-3-70b --emit deepspeed --machine h100", 2, "give --train"),
         ("compare llama-3-8b --train qlora --emit fsdp --machine h100", 2, "fsdp for several"),
+        ("compare llama-3-8b --train qlora --emit mlx --machine h100", 2, "mlx is for Macs"),
+        ("compare llama-3-8b --train qlora --emit peft --machine mac-mini-m4-24", 2, "peft for"),
         ("compare llama-3-70b --train full --emit peft --machine rtx-4090", 3, "no plan fits"),
         ("compare llama-3-8b --emit mlx --machine 2xmac-studio-m3-ultra-512", 2, "mlx.launch"),
         ("compare llama-3-8b --emit vllm --machine h100 --context 4k,8k", 2, "one --context"),
@@ -227,6 +229,8 @@ def test_the_table_of_training_says_what_is_trained(capsys: pytest.CaptureFixtur
         ("--train qlora --machine rtx-4090 --emit peft", "LoraConfig"),
         ("--train full --machine 8xh100 --emit deepspeed", '"zero_optimization"'),
         ("--train full --machine 8xh100 --emit fsdp", "fsdp_version"),
+        ("--train full --machine 8xh100 --emit peft", "ds.json (--emit deepspeed)"),
+        ("--train qlora --machine mac-mini-m4-24 --emit mlx", "uma convert meta-llama/"),
     ],
 )
 def test_the_plan_of_a_training_is_written_for_the_program_that_runs_it(
@@ -234,6 +238,21 @@ def test_the_plan_of_a_training_is_written_for_the_program_that_runs_it(
 ) -> None:
     assert main(["compare", "llama-3-8b", *options.split()]) == 0
     assert said in capsys.readouterr().out
+
+
+def test_the_command_for_a_mac_is_one_that_uma_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "compare llama-3-8b --train dora --rank 16 --machine mac-mini-m4-24 --emit mlx"
+    assert main(command.split()) == 0
+    _, _, convert, _, _, train = capsys.readouterr().out.splitlines()
+    options = dict(zip(train.split()[4::2], train.split()[5::2], strict=True))
+    assert options["--rank"] == "16"
+    assert options["--num-layers"] == "-1"
+    assert options["--fine-tune-type"] == "dora"
+    for line, names in ((convert, ["convert"]), (train, ["lora", "train"])):
+        assert line.split()[: 1 + len(names)] == ["uma", *names]
+        assert main([*names, "--help"]) == 0
+        known = capsys.readouterr().out
+        assert all(part in known for part in line.split() if part.startswith("--"))
 
 
 def test_the_cost_of_its_use_is_told_with_rent_and_electricity(

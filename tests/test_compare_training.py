@@ -23,7 +23,7 @@ from uma.plan.compare import (
 )
 from uma.plan.compare.recipes import DEEPSPEED, MIXED, PLAIN, Kind, torch_recipes
 from uma.plan.compare.search import best_plan
-from uma.plan.compare.training import TrainingSubject
+from uma.plan.compare.training_subject import TrainingSubject
 from uma.units import GB, GIB, TIB
 from uma.workload import TrainingWorkload
 
@@ -237,6 +237,36 @@ def test_a_mac_trains_with_umas_own_trainer_where_mlx_lm_needs_too_much() -> Non
     assert taken.recipe.trainer == "uma"
     large = plan(row(subject("llama-3-8b", "qlora"), "mac-studio-m2-ultra-192"))
     assert large.technique == "QLoRA"  # nothing is computed twice without need
+
+
+def test_a_repository_that_mlx_quantized_is_trained_in_the_bits_it_has() -> None:
+    source = locate("mlx-community/Meta-Llama-3-8B-Instruct-4bit")
+    one = replace(subject("llama-3-8b", "lora"), source=source, known={})
+    found = plan(row(one, "mac-studio-m2-ultra-192"))
+    assert (found.technique, found.format) == ("QLoRA", "4bit")
+    whole = replace(subject("llama-3-8b", "full"), source=source, known={})
+    assert row(whole, "mac-studio-m2-ultra-192").plan is None
+
+
+def test_cards_without_bfloat16_say_so() -> None:
+    one = subject("llama-3-8b", "qlora", 512)
+    said = {name: " ".join(plan(row(one, name)).notes) for name in ("t4", "a10", "mac-mini-m4-24")}
+    assert {name: "no bfloat16" in text for name, text in said.items()} == {
+        "t4": True,
+        "a10": False,
+        "mac-mini-m4-24": False,
+    }
+
+
+def test_a_mac_whose_limit_is_raised_trains_what_is_a_little_too_much() -> None:
+    one, mac = subject("llama-3-8b", "qlora"), machine("mac-mini-m4-16")
+    own = next(p for p in tried(one, mac.name) if p.technique == "QLoRA, uma lora train")
+    small = replace(mac, machine=replace(mac.machine, limit_bytes=4 * GIB, limit_high_bytes=None))
+    found = best_plan(one, small, ANY).plan
+    assert found is not None
+    assert (found.technique, found.verdict) == (f"{own.technique}, raised wired limit", "tight")
+    assert found.options == (f"sudo sysctl iogpu.wired_limit_mb={-(-own.device_bytes // 2**20)}",)
+    assert found.notes[0].startswith("leaves ")
 
 
 def test_h12_frozen_weights_have_no_gradients_and_no_states() -> None:

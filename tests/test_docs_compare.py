@@ -163,7 +163,12 @@ def training() -> set[str]:
         part = tps(plans[f"{name}, checkpointing"].decode) / tps(plans[name].decode)
         return f"{100 * (1 - part):.0f} %"
 
+    base = plan(row(trained("llama-3-8b", "qlora"), "rtx-4080"))
+    eight_b = small.architecture.num_parameters
     return {
+        gb(base.bits_per_weight * eight_b / 8, 1),
+        f"{100 * qlora.bits_per_weight / 16:.0f} %",
+        f"{100 * small.trained_elements / eight_b:.2f} %",
         gb(18 * LLAMA_70B / 8, 1),
         gb(8 * LLAMA_70B / 8, 1),
         *(
@@ -176,7 +181,7 @@ def training() -> set[str]:
         gb(qlora.bits_per_weight * LLAMA_70B / 8, 1),
         gib(qlora.device_bytes),
         gib(parts.device_bytes),
-        gib(plan(row(trained("llama-3-8b", "qlora"), "rtx-4080")).device_bytes),
+        gib(base.device_bytes),
         gib(lora["LoRA, checkpointing"].device_bytes),
         gib(lora["LoRA"].device_bytes),
         gib(on_card["full, checkpointing"].device_bytes),

@@ -159,3 +159,25 @@ def test_what_cannot_be_emitted_says_why(
 ) -> None:
     assert main(["compare", *command.split()]) == code
     assert said in capsys.readouterr().err
+
+
+def test_llama_cpp_is_told_what_each_of_two_cards_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = emitted(capsys, "llama-3-70b --machine 2xrtx-3090 --emit llama.cpp")
+    cards = [line for line in lines if line.startswith("# card ")]
+    assert [line.split(",")[0] for line in cards] == ["# card 0: 41 layers", "# card 1: 39 layers"]
+    assert "-sm layer" in lines[-1]
+
+
+def test_accelerate_writes_8_and_4_bits_over_cards_and_host(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = "\n".join(emitted(capsys, "llama-3-70b --machine 2xrtx-3090 --emit accelerate"))
+    tree = ast.parse(text)
+    (found,) = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DEVICE_MAP"
+    ]
+    assert set(found.values()) == {0, 1, "cpu"}
+    assert "llm_int8_enable_fp32_cpu_offload=True" in text
+    assert "load_in_4bit=True" in text

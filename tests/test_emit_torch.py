@@ -1,12 +1,14 @@
 """What --emit writes for PyTorch ran there: tests/data/emitted.json, by check_torch_emitted.py."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import emitted_cases as cases
 import pytest
 
+from uma.engines.torch_model import Settings
 from uma.engines.transformers import weights_term
 from uma.errors import UsageError
 from uma.plan.emit.device_map import modules_of, placement
@@ -81,7 +83,7 @@ def test_deepspeed_read_the_stages_and_places_that_were_planned() -> None:
 
 def test_accelerate_read_fsdp_as_planned() -> None:
     sharded, hosted = (
-        RECORDED["training"][case]["accepted"] for case in ("FSDP", "FSDP, on the host")
+        RECORDED["training"][case]["accepted"] for case in ("FSDP", "FSDP, 16 bits, on the host")
     )
     assert sharded["version"] == 2
     assert sharded["processes"] == 8
@@ -91,6 +93,18 @@ def test_accelerate_read_fsdp_as_planned() -> None:
         False,
     )
     assert (sharded["offload"], hosted["offload"]) == ("OffloadPolicy", "CPUOffloadPolicy")
+    assert (sharded["mixed_precision"], hosted["mixed_precision"]) == ("bf16", "no")
+    adapters = RECORDED["training"]["FSDP 1, LoRA"]["accepted"]
+    assert (adapters["version"], adapters["processes"]) == (1, 4)
+    assert adapters["strategy"] == "FULL_SHARD"
+
+
+def test_a_script_for_fsdp_in_16_bits_mixes_no_precision() -> None:
+    spread = Sharding(data=8, zero_stage=3, fsdp=True)
+    pure = cases.training(method="full", sharding=spread)
+    mixed = replace(pure, settings=Settings(weight_width=4))
+    assert "bf16=True" not in training_configuration("peft", pure)
+    assert "bf16=True" in training_configuration("peft", mixed)
 
 
 @pytest.mark.parametrize(

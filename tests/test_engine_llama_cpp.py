@@ -102,17 +102,15 @@ def test_most_compute_buffers_are_within_a_hundredth_of_llama_cpp() -> None:
 
 
 # XiongjieDai/GPU-Benchmarks-on-LLM-Inference at aa72e0e, logs of Llama-3-8B Q4_K_M, 8,192 tokens,
-# without flash attention, build b2824: buffers in MiB on one RTX 3070 and on four cards together.
-@pytest.mark.parametrize(("num_devices", "compute_mib"), [(1, 560.0), (4, 2560.05)])
-def test_buffers_on_cuda_equal_those_of_published_logs(
-    num_devices: int, compute_mib: float
-) -> None:
-    settings = LlamaCpp(flash_attn="off", num_devices=num_devices)
+# without flash attention, build b2824: buffers in MiB on one RTX 3070. Several cards are held
+# against llama-fit-params of b11434 (tests/test_emit_split.py), which has more copies of inputs.
+def test_buffers_on_cuda_equal_those_of_a_published_log() -> None:
+    settings = LlamaCpp(flash_attn="off")
     terms = device_terms(architecture_of(LLAMA_3_8B), "Q4_K_M", Inference(), settings)
     sizes = {term.name: term.size_bytes / MIB for term in terms}
     assert sizes["weights"] == pytest.approx(4403.49, abs=0.01)
     assert sizes["kv_cache"] == 1024
-    assert sizes["activations"] == pytest.approx(compute_mib, rel=0.02)
+    assert sizes["activations"] == pytest.approx(560.0, rel=0.02)
 
 
 def test_token_embeddings_stay_on_the_host_and_a_tied_head_is_loaded_twice() -> None:

@@ -147,3 +147,15 @@ def test_the_commands_take_it(
     assert {name: one["rows"] for name, one in found["splits"].items()} == {"train": 3, "valid": 1}
     assert main(["lora", "check", str(base), "--data", "./org"]) == 1
     assert "is no folder" in capsys.readouterr().err
+
+
+def test_a_data_set_of_which_nothing_is_left_fails_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = saved_model("full", tmp_path / "model")
+    row = {"prompt": "a long question about many things", "completion": "yes"}
+    (tmp_path / "train.jsonl").write_text(lines(row))
+    command = ["lora", "check", str(base), "--data", str(tmp_path), "--mask-prompt"]
+    assert main(command) == 0
+    assert main([*command, "--max-seq-length", "8"]) == 1
+    assert "train.jsonl: nothing is left to predict" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from mlx_lm.tuner.trainer import evaluate
 from models import VOCAB_SIZE, saved_model
 from test_lora_fuse import adapter
 
-from uma.cli import main
+from uma.cli import main, session
 from uma.dataset.examples import Example
 from uma.errors import CheckpointError
 from uma.runtime.load import load
@@ -114,3 +115,28 @@ def test_the_command_prints_both_and_as_json(
     assert row.split()[:2] == ["train", "2"]
     assert main([*command, "--split", "valid"]) == 1
     assert "has no valid.jsonl" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    here = session.live_machine()
+    monkeypatch.setattr(session, "live_machine", lambda: replace(here, limit_bytes=1 << 20))
+    (tmp_path / "test.jsonl").write_text('{"text": "the quick fox"}\n')
+    command = ["lora", "eval", str(base), "--data", str(tmp_path)]
+    assert main(command) == 3
+    assert "and the limit is 1.0 MiB" in capsys.readouterr().err
+    assert main([*command, "--force"]) == 0
+
+
+@pytest.mark.parametrize("command", ["eval", "fuse", "import", "export"])
+def test_a_folder_without_an_adapter_is_refused_before_anything_is_loaded(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = [] if command == "eval" else ["-o", str(tmp_path / "new")]
+    asked = ["lora", command, str(tmp_path / "none"), "--adapter-path", str(tmp_path), *more]
+    assert main(asked) == 1
+    assert "holds no adapter: it has no adapter_config.json" in capsys.readouterr().err

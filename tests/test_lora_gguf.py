@@ -102,7 +102,9 @@ def test_a_quantized_fusion_and_other_vocabularies_are_refused_before_loading(
     """F2: after minutes of loading, mlx_lm.fuse 0.32.2 says that it is not yet supported."""
     base = llama(tmp_path / "base", quantization=FOUR)
     command = ["lora", "fuse", str(base), "-o", str(tmp_path / "out"), "--export-gguf"]
-    command += ["--adapter-path", str(tmp_path / "none")]  # which would be the error otherwise
+    trained = adapter(base, tmp_path / "adapter")
+    (trained / "adapters.safetensors").unlink()  # which would be the error otherwise
+    command += ["--adapter-path", str(trained)]
     assert main(command) == 1
     assert "add --dequantize, which takes 1.0 MiB" in capsys.readouterr().err
     require_dense(config(base), True, 1)

@@ -16,8 +16,10 @@ from uma.checkpoint.source import locate
 from uma.cli import main
 from uma.dataset.batches import batch_plan, padded_length
 from uma.dataset.passes import passes, shapes
+from uma.errors import UnsupportedModel
 from uma.ledger import peak, phase_totals
 from uma.machine import Machine, budget_of
+from uma.plan import fine_tuning
 from uma.plan.fine_tuning import Cut, FineTuning, FineTuningPlan, Rows, plan_fine_tuning
 from uma.plan.forms import forms_of
 from uma.plan.training_time import duration
@@ -132,6 +134,21 @@ def test_slices_are_made_smaller_after_the_micro_batch(base: Path) -> None:
     assert found.micro_batch == 1
     assert found.cut.loss_slice_bytes < Cut().loss_slice_bytes
     assert found.ledger.predicted_peak_bytes < least
+
+
+def test_a_step_that_is_not_modelled_is_unknown_and_not_refused(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_modelled(*_: Any, **__: Any) -> Any:
+        raise UnsupportedModel("a layer of dreams")
+
+    monkeypatch.setattr(fine_tuning, "own_training_terms", not_modelled)
+    plan = plan_fine_tuning(case(base, rows((50, 60), 2)), Cut(), smaller=True)
+    assert plan.ledger.verdict == "unknown"
+    assert "a layer of dreams" in plan.notes[0]
+    assert plan.ledger.predicted_peak_bytes == plan.case.form.weights.size_bytes
+    small = plan_fine_tuning(case(base, rows((50, 60), 2), 1000), Cut(), smaller=True)
+    assert small.ledger.verdict == "exceeds"
 
 
 def test_the_document_of_a_plan_has_every_term_and_the_sum_of_its_phase(base: Path) -> None:

@@ -100,6 +100,27 @@ def test_a_resumed_run_ends_bit_for_bit_where_an_unbroken_one_does(
     assert tensors(tmp_path / "parts") == tensors(tmp_path / "whole")
 
 
+def test_a_run_that_was_killed_after_its_last_checkpoint_gets_the_adapter_of_that(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from uma.runtime.lora import run as module
+
+    whole = module.save_adapter
+
+    def killed(folder: Path, *content: Any) -> None:
+        if checkpoints(tmp_path) and checkpoints(tmp_path)[-1].name == "0000008":
+            raise KeyboardInterrupt
+        whole(folder, *content)
+
+    monkeypatch.setattr(module, "save_adapter", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trained(base, tmp_path, recipe(8), validation=())
+    assert tensors(tmp_path) == tensors(checkpoints(tmp_path)[0])
+    monkeypatch.undo()
+    trained(base, tmp_path, recipe(8), validation=(), resume=True)
+    assert tensors(tmp_path) == tensors(checkpoints(tmp_path)[-1])
+
+
 def test_a_resumed_run_trains_the_adapter_and_nothing_else(base: Path, tmp_path: Path) -> None:
     """mlx_lm's ``load_adapters`` leaves the whole base trainable (cases E13, V11)."""
     from mlx_lm.tuner.utils import load_adapters
@@ -426,8 +447,11 @@ def test_the_command_trains_reports_and_resumes(
         assert sizes[name, "always"]["measured_bytes"] == sizes[name, "always"]["predicted_bytes"]
     assert ledger["verdict"] == "fits"
     assert ledger["measured_peak_bytes"] > ledger["resting_bytes"]
+    assert ledger["pool_bytes"] <= 32 << 20  # MLX's pool is bounded by default (cases E2, E18)
     [record] = [read_json(path) for path in (tmp_path / "state" / "records").iterdir()]
     assert record["command"] == "lora train"
+    assert record["settings"]["optimizer"] == "adam"
+    assert record["settings"]["micro_batch"] == 2
     assert record["ledger"]["measured_peak_bytes"] == ledger["measured_peak_bytes"]
     assert str(tmp_path) not in json.dumps(record)
     assert main(command(base, tmp_path, "--epochs", "6", "--resume")) == 0
@@ -436,8 +460,14 @@ def test_the_command_trains_reports_and_resumes(
     assert second["val_loss"] < first["val_loss"]
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [e["iteration"] for e in log if e["event"] == "begin"] == [0, 8]
+    with (tmp_path / "data" / "train.jsonl").open("a") as file:
+        file.write('{"text": "one row more"}\n')
+    kept = tensors(tmp_path / "run")
     assert main(command(base, tmp_path, "--iters", "30", "--resume", "--rank", "4")) == 2
-    assert "rank: was 8, is 4" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "rank: was 8, is 4" in told
+    assert "train.jsonl: was " in told
+    assert tensors(tmp_path / "run") == kept
 
 
 def test_the_check_names_the_first_bad_line_and_fails(

@@ -21,7 +21,7 @@ from uma.measurement.run_folder import (
     write_json,
 )
 from uma.measurement.run_status import known_runs, read_status, remember
-from uma.report.fine_tuning import span, status_json, status_text
+from uma.report.run_status import span, status_json, status_text
 from uma.runtime.lora import supervise
 
 

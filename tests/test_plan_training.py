@@ -12,6 +12,7 @@ from uma.architecture import architecture_from_config
 from uma.catalog import model_config
 from uma.checkpoint.free_names import find_free
 from uma.engines import mlx_training
+from uma.engines.mlx_own_step import own_training_terms
 from uma.engines.torch_model import Settings
 from uma.engines.torch_training import training_terms
 from uma.errors import UsageError
@@ -20,6 +21,7 @@ from uma.machine import budget_of
 from uma.machine.here import machine_of
 from uma.memory.weights import weight_bytes
 from uma.plan.training import TrainingCase, training_estimate
+from uma.plan.training_case import in_short_rows
 from uma.plan.training_inverses import _largest
 from uma.quantization import Quantization
 from uma.units import MIB
@@ -122,6 +124,28 @@ def test_offloaded_states_of_all_devices_lie_on_the_host() -> None:
     assert found.host_bytes == pytest.approx(14 * parameters, rel=1e-6)
     assert found.places.sent_bytes["parameters"] == 2 * 2 * parameters * 7 // 8
     assert not any(t.name == "optimizer_states" for t in found.ledger.terms)
+
+
+@pytest.mark.parametrize(("model", "tokens"), [("llama-3.2-1b", 2048), ("qwen3.5-4b", 1024)])
+def test_our_own_trainer_needs_the_same_for_as_many_positions(model: str, tokens: int) -> None:
+    """So that long rows are laid out as short ones."""
+    case = case_on("mac-studio-m2-ultra-192", model, 4, batch_size=2, max_seq_length=tokens + 1)
+    assert case.weights is not None
+    whole = own_training_terms(case.architecture, case.weights, case.workload)
+    short = own_training_terms(case.architecture, case.weights, in_short_rows(case.workload))
+    assert peak(short)[1] == pytest.approx(peak(whole)[1], rel=0.01)
+
+
+def test_the_inverses_of_our_own_trainer_share_the_positions() -> None:
+    case = case_on("mac-mini-m4-16", "llama-3.2-3b", 4, batch_size=2, max_seq_length=1024)
+    found = training_estimate(replace(case, trainer="uma")).largest
+    batch, length = found["batch_size"], found["max_seq_length"]
+    assert batch is not None
+    assert length is not None
+    assert batch * 1024 == pytest.approx(length * 2, abs=1024)
+    for changes, fits in (({"batch_size": batch}, True), ({"batch_size": batch + 2}, False)):
+        needed = replace(case.changed(**changes), trainer="uma").needed_bytes()
+        assert (needed <= case.room_bytes) is fits
 
 
 @pytest.mark.parametrize("name", sorted(TINY))

@@ -12,7 +12,7 @@ from uma.catalog.listed import listed_models
 from uma.cli import main
 from uma.cli.report_parts import _chosen
 from uma.machine.here import machine_of
-from uma.plan.capacity import WIDTHS, MachineReport
+from uma.plan.capacity import MachineReport
 from uma.plan.capacity_cards import plan_rows
 from uma.plan.capacity_decision import Decision, Question, decision
 from uma.plan.capacity_diff import changes
@@ -22,17 +22,18 @@ from uma.report.capacity.document import Parts, document
 from uma.units import GIB, MIB
 
 STUDIO, AIR, CARD = "mac-studio-m3-ultra-256", "macbook-air-m4-16", "rtx-4090"
-MODELS = "llama-3.1-8b", "qwen3-30b-a3b"
+MODEL = "llama-3.1-8b"
+TESTED = (16, 4)  # widths, so that the tests stay quick
 
 
 @cache
 def chosen() -> tuple[Chosen, ...]:
-    return tuple(_chosen(name) for name in MODELS)
+    return (_chosen(MODEL),)
 
 
 @cache
 def report(machine: str) -> MachineReport:
-    scope = Scope(tuple(listed_models("gemma-3")), chosen(), contexts=(8192, 32_768))
+    scope = Scope(tuple(listed_models("gemma-3")), chosen(), widths=TESTED)
     (found,) = machine_reports([Named(machine, machine_of(machine))], scope)
     return found
 
@@ -48,8 +49,8 @@ def test_a_cell_of_the_map_is_what_uma_estimate_says(
     machine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells = [(row.model, cell) for row in report(machine).rows for cell in row.cells]
-    assert len(cells) >= 18
-    for model, cell in cells[::5]:
+    assert len(cells) >= 8
+    for model, cell in cells[::4]:
         for at in cell.at:
             told = said(
                 capsys, model, "--machine", machine, "--bits", cell.bits, "-c", at.context_tokens
@@ -62,7 +63,7 @@ def test_a_cell_of_the_map_is_what_uma_estimate_says(
 def test_verdicts_under_raised_limits_are_those_of_uma_estimate_with_that_limit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    scope = Scope(tuple(listed_models("glm-4.5")), ())
+    scope = Scope(tuple(listed_models("glm-4.5")), (), (8192,))
     machine = "mac-studio-m4-max-128"
     (found,) = machine_reports([Named(machine, machine_of(machine))], scope)
     seen = set()
@@ -104,7 +105,7 @@ def test_a_point_of_the_page_is_what_uma_estimate_says_term_by_term(
     machine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for model in report(machine).models:
-        for point in model.points[::31]:
+        for point in model.points[::23]:
             words = [model.model, "--machine", machine, "--bits", point.bits]
             words += ["-c", point.context_tokens, "--batch-size", point.batch_size]
             words += ["--kv-bits", point.kv_bits] if point.kv_bits < 16 else []
@@ -123,7 +124,7 @@ def test_a_point_of_the_page_is_what_uma_estimate_says_term_by_term(
 def test_the_terms_of_every_point_sum_to_its_total() -> None:
     for machine in (STUDIO, CARD):
         points = [p for model in report(machine).models for p in model.points]
-        assert len(points) > 200
+        assert len(points) > 80
         assert all(sum(t.size_bytes for t in p.terms) == p.total_bytes for p in points)
 
 
@@ -131,7 +132,7 @@ def test_the_largest_context_and_the_sequences_are_those_of_uma_estimate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for model in report(AIR).models:
-        for one in [o for o in model.longest if o.bits in (8, 4)]:
+        for one in [o for o in model.longest if o.bits == 4]:
             words = [model.model, "--machine", AIR, "--bits", one.bits, "-c", 8192]
             words += ["--kv-bits", one.kv_bits] if one.kv_bits < 16 else []
             assert said(capsys, *words)["max_context_tokens"] == one.max_context_tokens
@@ -162,7 +163,7 @@ def test_a_row_of_the_fine_tuning_map_is_what_uma_estimate_says(
     machine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [row for row in report(machine).training if row.reason is None]
-    assert len(rows) >= 5
+    assert len(rows) >= 3
     for row in rows:
         told = said(capsys, row.model, "--machine", machine, *row.options.split())
         assert told["total_bytes"] == row.total_bytes, row
@@ -190,7 +191,7 @@ def test_the_best_of_a_context_is_the_largest_model_that_fits_in_4_bits_or_more(
 
 
 def test_machines_of_one_kind_share_what_is_worked_out_and_do_not_mix_it_up() -> None:
-    scope = Scope(tuple(listed_models("gemma-3")), chosen()[:1])
+    scope = Scope(tuple(listed_models("gemma-3-4b")), (), (8192,), TESTED)
     names = [AIR, CARD, STUDIO, "2xrtx-3090"]
     together = machine_reports([Named(name, machine_of(name)) for name in names], scope)
     for name, found in zip(names, together, strict=True):
@@ -201,10 +202,10 @@ def test_machines_of_one_kind_share_what_is_worked_out_and_do_not_mix_it_up() ->
 def test_a_plan_is_the_row_of_uma_compare(capsys: pytest.CaptureFixture[str]) -> None:
     names = [STUDIO, "2xrtx-3090", CARD]
     found = candidates(names, HostProfile(), {})
-    rows = plans_of(chosen()[:1], found, 16_384, Wanted())
+    rows = plans_of(chosen(), found, 16_384, Wanted())
     assert [row.machine for row in rows] == names
     machines = [word for name in names for word in ("--machine", name)]
-    main(["compare", MODELS[0], *machines, "--context", "16384", "--json"])
+    main(["compare", MODEL, *machines, "--context", "16384", "--json"])
     told = {plan["machine"]: plan for plan in json.loads(capsys.readouterr().out)["plans"]}
     for row in rows:
         plan = told[row.machine]
@@ -257,18 +258,19 @@ def test_where_no_machine_does_the_work_nothing_is_recommended() -> None:
     assert decision(question).recommended is None
 
 
-def parts(*machines: str, budget: int | None = None) -> dict[str, Any]:
+@cache
+def parts(machine: str, budget: int | None = None) -> dict[str, Any]:
     listed = tuple(listed_models("gemma-3"))
-    scope = Scope(listed, chosen()[:1], budget_bytes=budget)
-    found = machine_reports([Named(name, machine_of(name)) for name in machines], scope)
-    plans = plans_of(scope.chosen, candidates(machines, HostProfile(), {}), 8192, Wanted())
+    scope = Scope(listed, (), widths=TESTED, budget_bytes=budget)
+    found = machine_reports([Named(machine, machine_of(machine))], scope)
+    plans = plans_of(chosen(), candidates([machine], HostProfile(), {}), 8192, Wanted())
     return document(
         Parts(
             date="2026-11-30",
             contexts=scope.contexts,
-            widths=WIDTHS,
+            widths=TESTED,
             listed=listed,
-            chosen=MODELS[:1],
+            chosen=(MODEL,),
             machines=tuple(found),
             plans=plans,
             plans_context_tokens=8192,

@@ -15,6 +15,7 @@ from uma.architecture import architecture_from_config
 from uma.architecture.layers import Architecture
 from uma.catalog import DATA, find_chips, find_model, model_config
 from uma.errors import UsageError
+from uma.machine import calibration
 from uma.machine.named import described_machine, machine_named
 from uma.memory.reads import expected_experts, read_share, weight_reads
 from uma.quantization import quantization_for
@@ -44,6 +45,7 @@ from uma.speed.processor import apple_processor
 from uma.speed.rate import Split
 from uma.speed.stored import gguf_stored
 from uma.speed.training import passes
+from uma.speed.work import prompt_work
 from uma.units import GB
 from uma.workload import Sharding, TrainingWorkload
 
@@ -633,7 +635,7 @@ def test_training_costs_its_passes() -> None:
     long = {"num_layers": None, "max_seq_length": 4096, "batch_size": 4}
     lora, full = (train(TrainingWorkload(method=m, **long)).best for m in ("lora", "full"))  # type: ignore[arg-type]
     again = train(TrainingWorkload(grad_checkpoint=1, **long)).best  # type: ignore[arg-type]
-    assert 1.3 < lora / full < 1.55
+    assert 1.25 < lora / full < 1.55  # 3 passes for 2, and what is the same in both
     assert 1.3 < lora / again < 1.55
 
 
@@ -752,3 +754,60 @@ def test_a_vector_rate_that_is_not_known_is_that_of_the_middle_of_its_class() ->
     )
     told = known(decode_tps(architecture, reads, [full], "llama.cpp", 64))
     assert found.best == pytest.approx(told.best, rel=0.15)
+
+
+def test_a_bandwidth_measured_on_this_machine_replaces_that_of_its_class() -> None:
+    architecture = model(LLAMA_70B)
+    reads = mlx_reads(architecture, quantization_for(4))
+    mac = machine_named("mac-studio-m2-ultra-192")
+    measured = calibration.Calibration("2026-01-01", "gpu", "read", 640 * GB)
+
+    def found(calibrated: calibration.Calibration | None) -> Rate:
+        processors = processors_of(replace(mac, calibration=calibrated))
+        return known(decode_tps(architecture, reads, processors, "mlx", 512))
+
+    usual, own = found(None), found(measured)
+    assert "measured on this machine" in own.source
+    # 1.129 x 800 GB/s is 708: what the class reaches of the vendor's figure.
+    bytes_read = reads.size_bytes() + 512 * 80 * 8 * 128 * 2 * 2
+    slower = bytes_read / 640e9 - coefficients()["decode", "mlx", "apple"].terms["memory"] * (
+        bytes_read / 800e9
+    )
+    assert 1 / own.best - 1 / usual.best == pytest.approx(slower)
+    assert found(replace(measured, busy=True)) == found(replace(measured, device="cpu")) == usual
+
+
+def test_experts_multiply_whole_tiles_on_cards_and_on_no_mac() -> None:
+    """A pass of 512 tokens has 32 for each of 128 experts, 8 of which a token chooses."""
+    architecture = model(QWEN_30B)
+    reads = gguf_reads(architecture, "Q4_K_M")
+    flops = [
+        prompt_work(architecture, reads, "llama.cpp", 512, pass_tokens=512, tile_tokens=tile).flops
+        for tile in (1, 128)
+    ]
+    routed = 2 * 512 * 8 * 48 * 3 * 2048 * 768
+    assert flops[1] - flops[0] == pytest.approx(3 * routed, rel=0.01)
+    assert card("rtx-4090").tile_tokens == card("strix-halo-128").tile_tokens == 128
+    assert card("mac-studio-m2-ultra-192").tile_tokens == 1
+
+
+def test_a_step_of_transformers_takes_what_starts_its_kernels_or_what_they_read() -> None:
+    architecture = model(LLAMA_8B)
+    small, large = (even_reads(architecture, size) for size in (8e9, 400e9))
+    one = [card("a100-80gb")]
+    terms = coefficients()["decode", "transformers", "card"].terms
+    started = known(decode_tps(architecture, small, one, "transformers", 64)).best
+    read = known(decode_tps(architecture, large, one, "transformers", 64)).best
+    assert 1 / started == pytest.approx(32 * terms["layers"])
+    bandwidth = one[0].bandwidth_bytes_per_s
+    assert bandwidth is not None
+    assert 1 / read == pytest.approx(large.size_bytes() / bandwidth, rel=0.01)
+
+
+def test_dgx_spark_and_strix_halo_read_what_was_measured() -> None:
+    spark, halo = card("dgx-spark"), card("strix-halo-128")
+    assert (spark.bandwidth_bytes_per_s, halo.bandwidth_bytes_per_s) == (231_800_000_000, 212 * GB)
+    assert (spark.matrix_flops_per_s, spark.vector_flops_per_s) == (125e12, 29.7e12)
+    assert (spark.device, halo.device) == ("card", "unified")
+    assert spark.one_memory
+    assert halo.one_memory

@@ -143,6 +143,17 @@ def test_mixed_precision_keeps_float32_weights(capsys: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("stack", ["torchtune", "unsloth"])
+def test_a_stack_of_its_own_kernels_needs_less_than_trainer(stack: str, capsys: Any) -> None:
+    arguments = ["llama-3-8b", "--train", "lora", *CARD, "--quant", "nf4", "--grad-checkpoint"]
+    plain, other = (
+        estimated(capsys, *arguments, "--batch-size", "1", "--stack", name)
+        for name in ("trainer", stack)
+    )
+    assert other["total_bytes"] < plain["total_bytes"]
+    assert (plain["stack"], other["stack"]) == ("trainer", stack)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -180,6 +191,12 @@ def test_mixed_precision_keeps_float32_weights(capsys: Any) -> None:
         ([*CARD, "--packing"], "give --data too"),
         ([*CARD, "--context", "4096"], "training has --max-seq-length"),
         ([*CARD, "--kv-bits", "8"], "an option of generation"),
+        ([*CARD, "--stack", "unsloth", "--devices", "2"], "Unsloth trains on one device"),
+        (
+            [*CARD, "--stack", "torchtune", "--devices", "2", "--zero-stage", "3"],
+            "torchtune shards with FSDP",
+        ),
+        ([*MAC, "--stack", "unsloth"], "is of torch"),
         ([*MAC, "--quant", "nf4"], "a format of CUDA's libraries"),
         ([*MAC, "--quant", "int8"], "a format of CUDA's libraries"),
         ([*MAC, "--optimizer", "paged-adamw"], "needs CUDA"),

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,15 @@ def test_the_estimate_is_that_of_the_worst_batch() -> None:
     torch = case_on("rtx-4090", "llama-3.2-1b", max_seq_length=16_384)
     found, data = with_worst_batch(torch, lengths)
     assert (found.workload.batch_size, found.workload.max_seq_length) == (4, 9000)
+
+
+def test_of_two_shapes_the_one_that_needs_more_is_estimated() -> None:
+    """Our trainer's batches: four rows of 140 tokens, and one of 9,000."""
+    lengths = Lengths((100, 120, 130, 140, 9000), (1, 2, 3, 4, 5))
+    case = case_on("mac-studio-m2-ultra-192", "llama-3.2-1b", 4, max_seq_length=16_384)
+    _, data = with_worst_batch(replace(case, trainer="uma"), lengths)
+    assert data.batches.shapes == ((4, 140), (1, 9000))
+    assert (data.rows, data.tokens) == (1, 9000)
 
 
 def test_mlx_lm_does_not_pack() -> None:

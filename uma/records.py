@@ -37,6 +37,7 @@ _TEXT_KEYS = frozenset(
         *("form", "budget_source", "blas"),
         *("basis", "source", "phase", "verdict"),
         *("device", "kernel", "date"),
+        *("fine_tune_type", "optimizer", "overlong"),
     }
 )
 _LISTS = ("terms", "trials")  # of objects; any other list is left out, token ids among them

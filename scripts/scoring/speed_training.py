@@ -14,13 +14,16 @@ from uma.speed import NotKnown, Processor, Rate, even_reads, training_tps
 from uma.workload import TrainingWorkload
 
 from . import training
-from .rows import INCOMPLETE, MACHINE, Row, Skipped, decimal
+from .rows import INCOMPLETE, MACHINE, METRIC, Row, Skipped, decimal
 from .speed_devices import device_named
 from .summary import source_of
 
 # Rates of one device, by the words of the row; others are of all devices.
 OF_ONE = re.compile(r"per[- ]gpu", re.IGNORECASE)
-NOT_STATED = re.compile(r"not stated\)|as printed|step 1 log", re.IGNORECASE)
+SPLIT_ROWS = re.compile(
+    r"\bCP ?[2-9]"
+)  # context parallelism, whose rows are counted by their parts
+NOT_STATED = re.compile(r"not stated\)|as printed|median tokens|step 1 log", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,8 @@ def computing(case: TrainingCase) -> TrainingCase:
 
 
 def group_of(case: TrainingCase) -> str:
+    if case.reads.experts:
+        return "training, torch, mixture of experts"
     several = case.workload.sharding.devices > 1
     return f"training, torch, {'several devices' if several else 'one device'}"
 
@@ -78,6 +83,8 @@ def case_of(row: Row) -> TrainingCase:
     """
     if NOT_STATED.search(row["time_note"]) and row["n_gpus"] != "1":
         raise Skipped(INCOMPLETE)
+    if SPLIT_ROWS.search(row["parallelism"]):
+        raise Skipped(METRIC)
     try:
         found = training.case_of(row)
     except UmaError as error:
@@ -91,7 +98,7 @@ def case_of(row: Row) -> TrainingCase:
         "torch",
         found.architecture,
         found.workload,
-        decimal(row["tokens_per_s"]) * (spread.data if of_one else 1),
+        decimal(row["tokens_per_s"]) * (spread.devices if of_one else 1),
     )
 
 

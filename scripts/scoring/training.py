@@ -10,6 +10,7 @@ from uma.engines.torch_training import training_terms
 from uma.errors import UsageError
 from uma.ledger import peak
 from uma.units import GB
+from uma.workload import MemoryKind
 
 from .rows import (
     ENGINE,
@@ -129,7 +130,7 @@ def _reader(row: Row) -> Callable[[Row, Architecture], Case]:
 
 
 # What was measured, by ``mem_kind``; "unknown" is what nvidia-smi or a trainer's log would show.
-KINDS = {
+KINDS: dict[str, MemoryKind] = {
     "torch_allocated": "allocated",
     "torch_active": "allocated",
     "torch_reserved": "reserved",
@@ -140,7 +141,7 @@ KINDS = {
 }
 
 
-def kind_of(row: Row) -> str:
+def kind_of(row: Row) -> MemoryKind:
     """What the measured number counts.
 
     Raises:
@@ -148,8 +149,11 @@ def kind_of(row: Row) -> str:
     """
     if row["mem_kind"] not in KINDS:
         raise Skipped(METRIC)
-    logs_reserved = re.search("torchtune|ms-swift", row["framework"])  # of unknown counters
-    if row["mem_kind"] == "unknown" and ("reserved" in row["mem_metric"] or logs_reserved):
+    metric, program = row["mem_metric"], row["framework"]
+    if "reserved/allocated" in metric and re.search(r"lit-?gpt", program):
+        return "allocated"  # finetune/lora.py prints max_memory_allocated since August 2023
+    logs_reserved = re.search("torchtune|ms-swift", program)  # where no counter is named
+    if row["mem_kind"] == "unknown" and ("reserved" in metric or logs_reserved):
         return "reserved"
     return KINDS[row["mem_kind"]]
 

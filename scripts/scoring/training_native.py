@@ -158,18 +158,25 @@ def _degree(text: str, name: str) -> int:
     return int(found[1]) if found else 1
 
 
+def _layers(row: Row) -> int:
+    """How many layers are trained; 0 where the row does not tell."""
+    told = re.match(r"last (\d+) layers", row["lora_layers"])
+    return number(told[1] if told else row["lora_layers"])
+
+
 def mlx(row: Row, architecture: Architecture) -> Case:
     """``mlx_lm.lora`` with its defaults where the row does not say otherwise."""
     shape, method = shape_of(row), method_of(row)
     quantized = row["method"].startswith("q")
-    layers = number(row["lora_layers"]) or min(DEFAULT_NUM_LAYERS, len(architecture.layers))
+    count = len(architecture.layers)
+    layers = count if row["lora_layers"] == "all" else _layers(row) or DEFAULT_NUM_LAYERS
     bits = re.search(r"([2-8])-?bit", row["quant"] + row["model"])
     if quantized and bits is None:
         raise Skipped(INCOMPLETE)
     workload = TrainingWorkload(
         method=method,
         rank=number(row["rank"]) or DEFAULT_RANK,
-        num_layers=min(layers, len(architecture.layers)),
+        num_layers=min(layers, count),
         batch_size=shape.batch,
         max_seq_length=shape.length,
         grad_checkpoint=1 if row["grad_ckpt"] == "True" else 0,

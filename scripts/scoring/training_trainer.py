@@ -8,7 +8,7 @@ from uma.engines.torch_model import Settings
 from uma.memory.loss import TRANSFORMERS, TRANSFORMERS_45, TRANSFORMERS_46, Copies
 from uma.workload import Sharding, TrainingWorkload
 
-from .rows import INCOMPLETE, Row, Skipped, number
+from .rows import INCOMPLETE, NOT_TOLD, Row, Skipped, number
 from .training_models import Case
 from .training_native import fsdp
 from .training_recipes import shape_of
@@ -192,7 +192,7 @@ def trainer(row: Row, architecture: Architecture) -> Case:
         num_layers=None,
         batch_size=shape.batch,
         max_seq_length=shape.length,
-        grad_checkpoint=0 if row["grad_ckpt"] == "False" else 1,
+        grad_checkpoint=int(_is_checkpointed(row)),
         optimizer=optimizer_of(row),
         quantized=quantized_of(row),
         sharding=spread,
@@ -213,6 +213,19 @@ def trainer(row: Row, architecture: Architecture) -> Case:
         fused_adapters=unsloth,
     )
     return Case(architecture, workload, settings)
+
+
+def _is_checkpointed(row: Row) -> bool:
+    """As told, or by default: Trainer does not, what prepares a quantized model does.
+
+    ms-swift, LLaMA-Factory and Unsloth do too (``gradient_checkpointing``,
+    ``disable_gradient_checkpointing``, ``use_gradient_checkpointing``).
+    """
+    told = row["grad_ckpt"].lower()
+    if told not in NOT_TOLD:
+        return told != "false"
+    default = r"swift|factory|unsloth|qwen|longlora"
+    return bool(quantized_of(row) or re.search(default, row["framework"], re.IGNORECASE))
 
 
 def _spread(row: Row) -> tuple[Sharding, bool]:

@@ -46,6 +46,8 @@ def method_of(row: Row) -> Method:
         Skipped: If it is a method, a task or an optimizer that is not claimed.
     """
     told = row["method"].split("(")[0].strip().lower()
+    if told in NOT_TOLD:
+        raise Skipped(INCOMPLETE)
     if told not in METHODS or OTHER_TASKS.search(f"{row['method']} {row['notes']}"):
         raise Skipped(FORMAT)
     if OTHER_OPTIMIZERS.search(row["optimizer"]):

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from uma.checkpoint.source import ModelSource
     from uma.plan.compare import Candidate, Comparison, HostProfile, Row, Wanted
     from uma.plan.compare.subject import Subject
-    from uma.plan.compare.training import TrainingSubject
+    from uma.plan.compare.training_subject import TrainingSubject
 
 MIN_TPS = 10.0
 LINKS = {"3": 15.8, "4": 31.5, "5": 63.0}  # GB/s of x16 in one direction, as in gpus.csv
 GENERATING = ("context", "min_context", "concurrency", "kv_bits")
 TRAINING = ("rank", "max_seq_length", "batch_size", "host_disk", "disk_bandwidth")
-TRAINED_BY = ("peft", "deepspeed", "fsdp")
+GENERATED_BY = ("llama.cpp", "mlx", "accelerate", "vllm")
+TRAINED_BY = ("mlx", "peft", "deepspeed", "fsdp")
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+[km]?", re.IGNORECASE)
 
 
@@ -63,7 +64,7 @@ def _check(context: typer.Context, asked: dict[str, Any]) -> None:
         if training:
             raise UsageError(f"{option} is for generating text: leave it out, or --train")
         raise UsageError(f"{option} is an option of training: give --train too")
-    if asked["emit"] is not None and (asked["emit"] in TRAINED_BY) != training:
+    if asked["emit"] not in (None, *(TRAINED_BY if training else GENERATED_BY)):
         does, then = ("generate", "leave out") if training else ("train", "give")
         raise UsageError(f"--emit {asked['emit']} is for plans that {does}: {then} --train")
 
@@ -127,7 +128,7 @@ def _subject(
     assert source.config is not None
     architecture = architecture_from_config(source.config)
     if asked["train"] is not None:
-        from uma.plan.compare.training import TrainingSubject
+        from uma.plan.compare.training_subject import TrainingSubject
 
         kind = asked["train"]
         workload = TrainingWorkload(
@@ -222,7 +223,10 @@ def _emitted(
     from uma.plan.compare.subject import Subject
 
     if not isinstance(subject, Subject):
-        return _trainer(emit, subject, best_plan(subject, chosen, replace(wanted, trainer=emit)))
+        # The script runs every plan of PyTorch, with the other programs' files beside it.
+        trainer: Any = {"mlx": "uma", "peft": None}.get(emit, emit)
+        row = best_plan(subject, chosen, replace(wanted, trainer=trainer))
+        return _trainer(emit, subject, row)
     from uma.plan.emit.configuration import ENGINES, configuration
 
     if chosen.number > 1:
@@ -245,10 +249,10 @@ def _trainer(emit: Any, subject: "TrainingSubject", row: "Row") -> str:
     from uma.workload import Inference
 
     plan, name = row.plan, row.candidate.name
-    if plan is None or plan.recipe is None:
+    if plan is None or plan.recipe is None or (plan.recipe.engine == "mlx") != (emit == "mlx"):
         raise UsageError(
-            f"--emit {emit} has no plan for {name}: peft is for cards, fsdp for several, deepspeed "
-            "for several or with a part of the state on the host"
+            f"--emit {emit} has no plan for {name}: mlx is for Macs, peft for cards, fsdp for "
+            "several, deepspeed for several or with a part of the state on the host"
         )
     if not plan.runs:
         raise DoesNotFit(
@@ -257,6 +261,10 @@ def _trainer(emit: Any, subject: "TrainingSubject", row: "Row") -> str:
     title = f"{plan.technique} on {row.candidate.machine.name}: {plan.verdict}"
     name = repository(Subject(subject.source, subject.architecture, Inference()))
     recipe = plan.recipe
+    if emit == "mlx":
+        from uma.plan.emit.mlx_training import mlx_training
+
+        return mlx_training(name, recipe, title)
     return training_configuration(emit, Training(name, recipe.workload, title, recipe.settings))
 
 

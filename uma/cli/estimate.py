@@ -108,6 +108,7 @@ def estimate(
     attention: tr.TrainAttention = None,
     mem_kind: tr.MemKind = None,
     precision: tr.Precision = "16-bit",
+    stack: tr.StackOption = "trainer",
     trainer: tr.TrainerOption = "mlx_lm",
     data: tr.Data = None,
     tokenizer: tr.Tokenizer = None,

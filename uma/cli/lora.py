@@ -45,7 +45,8 @@ def check(
 ) -> None:
     """Check a data set before training on it: every row, its tokens, what would be lost.
 
-    Reads the tokenizer of the model, not its weights. Exits with 1 when a row cannot be used.
+    Reads the model's tokenizer, not its weights. Exits with 1 when a row cannot be used, or none
+    is left.
 
     \b
     Examples:
@@ -70,5 +71,5 @@ def check(
         print(json_module.dumps(check_json(splits, batch_size), indent=2))
     else:
         print(check_text(splits, batch_size))
-    if any(split.problems for split in splits.values()):
+    if not all(split.usable for split in splits.values()):
         raise typer.Exit(1)

@@ -5,6 +5,7 @@ Keys: mlx-lm 0.32.2, ``lora.py``, ``CONFIG_DEFAULTS``, and what ``load_dataset``
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,9 @@ def _read(path: Path) -> dict[str, Any]:
 
     if find_spec("yaml") is None:
         raise UsageError("--config needs PyYAML, which mlx-lm brings: pip install pyyaml")
-    import yaml  # type: ignore[import-untyped]
-
+    yaml: Any = import_module("yaml")
     try:
-        found = yaml.load(path.read_text(encoding="utf-8"), _loader())
+        found = yaml.load(path.read_text(encoding="utf-8"), _loader(yaml))
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -66,15 +66,11 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _loader() -> Any:
+def _loader(yaml: Any) -> Any:
     """YAML 1.1 reads ``1e-5`` as text; mlx_lm reads it as a number, and so do we."""
     import re
 
-    import yaml
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        pass
-
+    Loader: Any = type("Loader", (yaml.SafeLoader,), {})
     number = re.compile(r"[-+]?(\d[\d_]*)(\.\d*)?([eE][-+]?\d+)|[-+]?\d+\.\d*|[-+]?\.\d+")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
     return Loader
@@ -88,6 +84,8 @@ def _require(path: Path, option: Any, name: str, value: Any) -> None:
     values = value if many and isinstance(value, list) else [value]
     for one in values:
         try:
+            if isinstance(one, list | dict):
+                raise ValueError(f"{one!r} instead of one value")
             if isinstance(one, bool) is not bool(getattr(option, "is_flag", False)):
                 raise ValueError(f"{one!r} is not {'true or false' if option.is_flag else 'right'}")
             option.type.convert(one if isinstance(one, str) else str(one), option, None)
@@ -96,7 +94,9 @@ def _require(path: Path, option: Any, name: str, value: Any) -> None:
 
 
 def _adapter(path: Path, value: Any) -> dict[str, Any]:
-    """``lora_parameters``."""
+    """``lora_parameters``, which may be ``null``, as for full fine-tuning."""
+    if value is None:
+        return {}
     found = _mapping(path, "lora_parameters", value)
     if "alpha" in found and "scale" not in found:
         raise UsageError(

@@ -36,6 +36,7 @@ def evaluate(
     overlong: Overlong = "truncate",
     batch_size: BatchSize = 4,
     dequantize: opt.Dequantize = "auto",
+    force: opt.Force = False,
     json: opt.Json = False,
     yes: opt.Yes = False,
     wait: opt.Wait = False,
@@ -52,10 +53,12 @@ def evaluate(
       uma lora eval llama-3-8b --data ./data --adapter-path ./run1 --mask-prompt --split test
     """
     from uma.cli.lora_data import checked, data_folder, tokenizer_of
-    from uma.cli.lora_model import heavy, loaded_model
+    from uma.cli.lora_model import form_that_fits, heavy, loaded_model, require_adapter
     from uma.cli.progress import progress
     from uma.dataset.check import require_examples
 
+    if adapter_path is not None:
+        require_adapter(adapter_path)
     folder = data_folder(data, quiet=json)
     name = chosen_model(context, model_argument, model)
     source, encoder = tokenizer_of(name, quiet=json, yes=yes)
@@ -73,7 +76,8 @@ def evaluate(
         from uma.runtime.lora.evaluate import base_and_adapter, some
 
         sets = {key: some(require_examples(one), rows) for key, one in splits.items()}
-        loaded = loaded_model(source.path, dequantize, json)
+        form = form_that_fits(source, dequantize, force=force)
+        loaded = loaded_model(source.path, form, json)
         with progress("evaluating batches", quiet=json) as show:
             base, adapted = base_and_adapter(loaded.model, sets, adapter_path, batch_size, show)
     about = {

@@ -73,11 +73,12 @@ def fuse(
     """
     from uma.cli.convert import require_new
     from uma.cli.lora_data import tokenizer_of
-    from uma.cli.lora_model import heavy
+    from uma.cli.lora_model import form_that_fits, heavy, require_adapter
 
     if save_path is None:
         raise UsageError("give a folder to write: --save-path FOLDER")
     require_new(save_path)
+    require_adapter(adapter_path)
     form = _form(bits, group_size, dequantize)
     name = chosen_model(context, model_argument, model)
     source, encoder = tokenizer_of(name, quiet=json, yes=yes)
@@ -86,13 +87,11 @@ def fuse(
         _require_gguf(source, dequantize)
     rows = _rows(data, encoder)
     with heavy("uma lora fuse", quiet=json, wait=wait, allow_concurrent=allow_concurrent):
-        from uma.runtime.backend import backend
         from uma.runtime.lora.fusion import Fusion, fuse_adapter
 
+        float32 = form_that_fits(source, "auto", force=force) == "always"
         fusion = Fusion(form, dense=dequantize, force=force)
-        written = fuse_adapter(
-            source.path, adapter_path, save_path, fusion, rows, float32=backend() == "cpu"
-        )
+        written = fuse_adapter(source.path, adapter_path, save_path, fusion, rows, float32=float32)
         if export_gguf:
             from uma.runtime.lora.gguf_export import export_gguf as write_gguf
 

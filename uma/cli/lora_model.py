@@ -3,12 +3,18 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from uma.cli.options import RunOptions
 from uma.cli.progress import progress, say
+from uma.errors import CheckpointError, DoesNotFit
+from uma.units import format_gib
 
 if TYPE_CHECKING:
+    from uma.checkpoint.source import ModelSource
     from uma.runtime.load import LoadedModel
+
+SHORT = 512  # tokens of a prompt
 
 
 @contextmanager
@@ -31,6 +37,38 @@ def heavy(command: str, *, quiet: bool, wait: bool, allow_concurrent: bool) -> I
         if note is not None:
             say(f"note: {note}", quiet)
         yield
+
+
+def require_adapter(folder: Path) -> None:
+    """Refuse a folder without an adapter before a model is loaded for it.
+
+    Raises:
+        CheckpointError: If ``adapter_config.json`` is not there.
+    """
+    if not (folder / "adapter_config.json").is_file():
+        raise CheckpointError(f"{folder} holds no adapter: it has no adapter_config.json")
+
+
+def form_that_fits(
+    source: "ModelSource", dequantize: str, *, force: bool
+) -> Literal["always", "never"]:
+    """``--dequantize`` as the plan of a short prompt decides it: float32 on a CPU, if that fits.
+
+    Raises:
+        DoesNotFit: If no form of the weights fits, unless it is forced.
+    """
+    from uma.cli.plan import plan_of
+    from uma.cli.session import live_machine
+
+    chosen = RunOptions(model=source.name, context=SHORT, dequantize=dequantize)
+    plan = plan_of(chosen, source, live_machine()).plan
+    if plan.verdict == "exceeds" and not force:
+        peak, machine = plan.ledger.predicted_peak_bytes, plan.machine
+        raise DoesNotFit(
+            f"{source.name} takes {format_gib(peak)}, and the limit is "
+            f"{format_gib(machine.limit_bytes)} ({machine.limit_source}); --force tries it"
+        )
+    return "always" if plan.form.kind == "float32" else "never"
 
 
 def loaded_model(folder: Path, dequantize: str, quiet: bool) -> "LoadedModel":

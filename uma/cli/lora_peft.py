@@ -87,10 +87,12 @@ def _asked(
     """
     from uma.cli.convert import require_new
     from uma.cli.lora_data import model_on_disk
+    from uma.cli.lora_model import require_adapter
 
     if adapter_path is None or save_path is None:
         raise UsageError("give the adapter and a folder: --adapter-path FOLDER -o NEW")
     require_new(save_path)
+    require_adapter(adapter_path)
     return model_on_disk(name, quiet=quiet, yes=yes), adapter_path, save_path
 
 

@@ -32,6 +32,9 @@ def tell_result(
     if asked.json:
         print(json_module.dumps(document, indent=2))
         return
+    from uma.report.ledger import ledger_text
+
+    print(ledger_text(_measured(plan, loaded, result), plan.case.budget.winner) + "\n")
     print(", ".join(_parts(asked, document, result)))
     if result.ending == "stopped":
         print(f"stopped; continue with the same command and --resume ({asked.adapter_path})")
@@ -40,14 +43,20 @@ def tell_result(
 def _measured(plan: "FineTuningPlan", loaded: "LoadedModel", result: "Result") -> "Ledger":
     """The terms of the plan beside what of them was measured.
 
-    Temporaries are not measured one by one: the peaks of the phases are.
+    Of a phase with several temporaries only the peak is known, and of the phases of a step only
+    the highest.
     """
-    held = result.held
+    held, terms = result.held, plan.ledger.terms
     measured = {
         ("weights", "always"): loaded.weights_bytes,
         ("adapters", "always"): held.adapter_bytes,
         ("optimizer_states", "always"): held.optimizer_bytes,
     }
+    always = sum(measured.values())
+    for phase, size in held.peaks.items():
+        own = [term for term in terms if term.phase == phase]
+        if len(own) == 1 and own[0].basis != "exact":
+            measured[own[0].name, phase] = max(0, size - always)
     return replace(plan.ledger, measured=measured, measured_peak_bytes=held.peak_bytes)
 
 

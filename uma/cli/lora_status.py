@@ -34,7 +34,7 @@ def status(
     """
     from uma.measurement.run_status import read_status
     from uma.report import SCHEMA_VERSION
-    from uma.report.fine_tuning import status_json, status_text
+    from uma.report.run_status import status_json, status_text
 
     found = [read_status(folder) for folder in _folders(run, all_runs)]
     if json:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from uma.errors import UmaError
 from uma.units import format_gib
 
 if TYPE_CHECKING:
+    from uma.measurement.run_status import Status
     from uma.runtime.lora.supervise import Cause, Ended
 
 INTERRUPTED = 130
@@ -24,6 +26,7 @@ def supervise(asked: Asked) -> int:
     """Train in a child; with ``--auto-resume`` in another, with less at a time. The exit code."""
     from uma.runtime.lora.supervise import cause_of, run_child
 
+    _require_idle(asked)
     asked = _on_disk(asked)
     while True:
         ended = run_child(_uma(arguments(asked)), allow_sleep=asked.allow_sleep)
@@ -50,6 +53,15 @@ def _code(ended: "Ended") -> int:
     return INTERRUPTED if ended.asked_to_stop else 1
 
 
+def _require_idle(asked: Asked) -> None:
+    """Refuse a folder in which another process trains, before anything is read."""
+    from uma.measurement.run_folder import held
+
+    if asked.adapter_path.is_dir():
+        with held(asked.adapter_path):
+            pass
+
+
 def _on_disk(asked: Asked) -> Asked:
     """Fetch a model that is not here, while there is somebody to ask."""
     from uma.cli.options import RunOptions
@@ -68,49 +80,78 @@ def _tell(asked: Asked, ended: "Ended", cause: "Cause") -> None:
     """Say what happened, what is left and how to go on; the log of the run keeps it too."""
     from uma.measurement.run_folder import append
     from uma.measurement.run_status import read_status
-    from uma.report.fine_tuning import kept_text
 
-    samples = ended.samples
-    seen = "" if samples.last_bytes is None else f", {format_gib(samples.last_bytes)} held then"
-    most = "" if samples.peak_bytes is None else f", {format_gib(samples.peak_bytes)} at most"
-    text = f"{cause.text}{seen}{most}"
+    samples, text, remedy = ended.samples, cause.text, _remedy(asked, cause)
+    if samples.last_bytes is not None and samples.peak_bytes is not None:
+        text += (
+            f" The process held {format_gib(samples.last_bytes)}, "
+            f"at most {format_gib(samples.peak_bytes)}."
+        )
+    end = {"event": "end", "how": "killed", "cause": cause.cause, "code": ended.code}
     with suppress(UmaError):
         if asked.adapter_path.is_dir():
-            end = {"event": "end", "how": "killed", "cause": cause.cause, "text": text}
-            append(asked.adapter_path, end | {"code": ended.code, "remedy": cause.remedy})
+            append(asked.adapter_path, end | {"text": text, "remedy": remedy})
     try:
         status = read_status(asked.adapter_path)
     except UmaError:
-        say(f"uma: training ended before its first step: {text}\n  do: {cause.remedy}")
+        say(f"uma: training ended before its first step: {text}\n  do: {remedy}")
         return
+    say("\n  ".join(_told(status, text, remedy, cause.quote)))
+
+
+def _told(status: "Status", text: str, remedy: str, quote: str) -> Iterator[str]:
+    from uma.report.run_status import kept_text
+
     of = "" if status.iters is None else f" of {status.iters:,}"
-    lines = [f"uma: training ended after iteration {status.iteration:,}{of}: {text}"]
-    if cause.quote:
-        lines.append(f"last words: {cause.quote}")
-    if status.memory_bytes is not None:
-        lines.append(
+    yield f"uma: training ended after iteration {status.iteration:,}{of}: {text}"
+    if quote:
+        yield f"last words: {quote}"
+    if status.memory_bytes is not None and status.peak_memory_bytes is not None:
+        yield (
             f"last memory line: {format_gib(status.memory_bytes)}, at most "
-            f"{format_gib(status.peak_memory_bytes or 0)} in arrays"
+            f"{format_gib(status.peak_memory_bytes)} in arrays"
         )
-    lines.append(f"kept: {kept_text(status)}")
-    lines.append(f"do: {cause.remedy}")
+    yield f"kept: {kept_text(status)}"
+    yield f"do: {remedy}"
     if status.command is not None:
-        continued = status.command if status.checkpoint is not None else "the same command"
-        lines.append(f"continue: {continued}")
-    say("\n  ".join(lines))
+        yield f"continue: {status.command if status.checkpoint else 'the same command'}"
+
+
+def _remedy(asked: Asked, cause: "Cause") -> str:
+    """What to change of a training; the table of failures speaks of inference."""
+    if not cause.smaller_helps:
+        return cause.remedy
+    rows = _last_rows(asked)
+    less = "a shorter --max-seq-length"
+    if rows is None or rows > 1:
+        half = "fewer rows at once" if rows is None else f"--micro-batch {-(-rows // 2)}"
+        less = f"{half} (--auto-resume goes on with that by itself), or {less}"
+    if cause.cause in ("timeout", "interactivity", "gpu_hang"):
+        return f"{cause.remedy} Or give {less}."
+    return f"Give {less}, or end other programs."
+
+
+def _last_rows(asked: Asked) -> int | None:
+    """Rows at once of the last attempt."""
+    from uma.measurement.run_folder import events
+
+    plans = [event["plan"] for event in events(asked.adapter_path) if event.get("plan")]
+    return plans[-1]["micro_batch"] if plans else None
 
 
 def _smaller(asked: Asked) -> Asked | None:
-    """The same training with half as many rows at once, from the last checkpoint if there is one;
-    ``None`` if it was a single one already."""
-    from uma.measurement.run_folder import checkpoints, events
+    """The same training with half as many rows at once, from its last checkpoint.
 
-    plans = [event["plan"] for event in events(asked.adapter_path) if event.get("plan")]
-    if not plans or plans[-1]["micro_batch"] == 1:
+    From the beginning if there is none; ``None`` if it was a single row already.
+    """
+    from uma.measurement.run_folder import checkpoints
+
+    rows = _last_rows(asked)
+    if rows is None or rows == 1:
         say("one row at once is the least: not tried again", asked.quiet)
         return None
-    rows = -(-plans[-1]["micro_batch"] // 2)
-    return replace(asked, micro_batch=rows, resume=bool(checkpoints(asked.adapter_path)))
+    resume = bool(checkpoints(asked.adapter_path))
+    return replace(asked, micro_batch=-(-rows // 2), resume=resume)
 
 
 def detach(asked: Asked) -> int:
@@ -118,6 +159,7 @@ def detach(asked: Asked) -> int:
     from uma.measurement.run_folder import events, unwritable
     from uma.runtime.lora.supervise import child_environment
 
+    _require_idle(asked)
     asked = _on_disk(asked)
     folder = asked.adapter_path
     try:

@@ -151,6 +151,9 @@ def train(
     opt.require_numbers(
         scale=asked.scale, learning_rate=asked.learning_rate, max_grad_norm=asked.max_grad_norm
     )
+    if asked.budget != "auto":
+        opt.size_option(asked.budget, "--budget")
+    opt.size_option(asked.reserve, "--reserve")
     check_optimizer(asked.optimizer, asked.lr_schedule, asked.optimizer_config, asked.report_to)
     raise typer.Exit(_dispatch(asked))
 

@@ -254,7 +254,7 @@ def _events(asked: Asked) -> Callable[[dict[str, Any]], None]:
 
 
 def _line(event: dict[str, Any]) -> str:
-    from uma.report.fine_tuning import span
+    from uma.report.run_status import span
 
     at = f"iteration {event['iteration']:,}"
     if event["event"] == "begin":

@@ -30,7 +30,9 @@ def training(
     if asked.data is not None:
         from uma.plan.training_data import with_worst_batch
 
-        case, data = with_worst_batch(case, _lengths(asked, source), packed=asked.packing)
+        case, data = with_worst_batch(
+            case, _lengths(asked, source, chosen.json), packed=asked.packing
+        )
     found = training_estimate(case, data)
     largest = None
     if asked.largest_model:
@@ -44,13 +46,16 @@ def training(
     return DoesNotFit.exit_code if found.ledger.verdict == "exceeds" else 0
 
 
-def _lengths(asked: TrainOptions, source: "ModelSource") -> "Lengths":
+def _lengths(asked: TrainOptions, source: "ModelSource", quiet: bool) -> "Lengths":
     """The lengths of the rows of ``--data``.
 
     Raises:
         CheckpointError: If no tokenizer is on this disk.
         DataError: If there is no such data.
     """
+    from functools import partial
+
+    from uma.cli.progress import progress
     from uma.dataset.lengths import lengths_of
     from uma.runtime.file_encoder import FileEncoder
 
@@ -64,7 +69,8 @@ def _lengths(asked: TrainOptions, source: "ModelSource") -> "Lengths":
             f"--data counts tokens with the model's tokenizer, and {where}: give a model's folder, "
             "or --tokenizer with one that has tokenizer.json"
         )
-    return lengths_of(asked.data, FileEncoder(folder).lengths)
+    with progress("counting tokens", quiet=quiet) as show:
+        return lengths_of(asked.data, partial(FileEncoder(folder).lengths, progress=show))
 
 
 def _case(
@@ -131,6 +137,8 @@ def _mlx_case(
 
     if asked.precision != "16-bit":
         raise UsageError("--precision mixed is torch's autocast; MLX trains in the model's type")
+    if asked.stack != "trainer":
+        raise UsageError(f"--stack {asked.stack} is of torch: give --engine transformers")
     check_mlx_sharding(sharding_of(asked, 1))
     if chosen.quant in CUDA_FORMATS:
         raise UsageError(
@@ -166,12 +174,14 @@ def _mlx_case(
 def _torch_case(
     chosen: RunOptions, asked: TrainOptions, machine: "Machine", budget: Any
 ) -> "tuple[ModelSource, TrainingCase]":
+    from dataclasses import replace
+
     from uma.architecture import architecture_from_config
     from uma.cli.plan import described, located
     from uma.engines.schemes import scheme_named
-    from uma.engines.torch_model import Settings
     from uma.errors import UnsupportedModel
     from uma.plan.training_case import TrainingCase
+    from uma.plan.training_stacks import settings_of
 
     if asked.trainer == "uma":
         raise UsageError("--trainer uma is uma lora train, which runs on MLX: give --engine mlx")
@@ -195,10 +205,14 @@ def _torch_case(
     workload = workload_of(
         asked, machine, num_layers=None, quantized=quantized, dtype="bfloat16", kind="device"
     )
-    settings = Settings(
+    deepspeed = asked.zero_stage > 0
+    stack = settings_of(asked.stack)
+    settings = replace(
+        stack,
         weight_width=4 if mixed else 0,
-        deepspeed=asked.zero_stage > 0,
-        fsdp_hooks=asked.fsdp is not None,
+        autocast=stack.autocast and not deepspeed,
+        deepspeed=deepspeed,
+        fsdp_hooks=asked.fsdp is not None and asked.stack == "trainer",
         variable_lengths=asked.data is not None and not asked.packing,
     )
     return source, TrainingCase(
@@ -208,4 +222,5 @@ def _torch_case(
         "torch",
         workload,
         settings=settings,
+        stack=asked.stack,
     )

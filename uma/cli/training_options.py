@@ -59,6 +59,10 @@ Precision = Annotated[
     Literal["16-bit", "mixed"],
     typer.Option(help="train: torch's weights all in 16 bits, or float32 under autocast."),
 ]
+StackOption = Annotated[
+    Literal["trainer", "torchtune", "unsloth"],
+    typer.Option(help="train: on torch, Trainer with PEFT, torchtune and litgpt, or Unsloth."),
+]
 TrainerOption = Annotated[
     Literal["mlx_lm", "uma"],
     typer.Option(help="train: on MLX, mlx_lm.lora or uma lora train."),
@@ -127,6 +131,7 @@ class TrainOptions(NamedTuple):
     attention: Literal["fused", "materialised"] | None = None
     mem_kind: Literal["allocated", "reserved", "device"] | None = None
     precision: Literal["16-bit", "mixed"] = "16-bit"
+    stack: Literal["trainer", "torchtune", "unsloth"] = "trainer"
     trainer: Trainer = "mlx_lm"
     data: Path | None = None
     tokenizer: Path | None = None
@@ -224,6 +229,11 @@ def _check_together(context: typer.Context, asked: TrainOptions) -> None:
             "offloading is a part of ZeRO and of FSDP: give --zero-stage 2 (the optimizer) or 3 "
             "(parameters too), or --fsdp full with both"
         )
+    alone = asked.devices * asked.tensor * asked.pipeline * asked.sequence == 1
+    if asked.stack == "unsloth" and not alone:
+        raise UsageError("Unsloth trains on one device; leave --stack out, or the other devices")
+    if asked.stack == "torchtune" and asked.zero_stage:
+        raise UsageError("torchtune shards with FSDP, not with DeepSpeed: --fsdp full")
     if asked.fsdp == "full" and asked.shard_group:
         raise UsageError("--shard-group is for --fsdp hybrid; a full shard has one group, all")
 

@@ -28,6 +28,11 @@ class Split:
     fitted: Fitted
 
     @property
+    def usable(self) -> bool:
+        """Whether every row can be read, and at least one has something to predict."""
+        return not self.problems and bool(self.fitted.examples)
+
+    @property
     def tokens(self) -> int:
         return sum(len(e.tokens) for e in self.examples)
 
@@ -138,7 +143,7 @@ def findings(splits: dict[str, Split], batch_size: int) -> list[str]:
         if same := duplicates(train.examples, split.examples):
             first = f"line {same[0][0]} is line {same[0][1]} of train.jsonl"
             lines.append(f"{split.path.name}: {len(same)} rows are also trained on ({first})")
-        if len(split.fitted.examples) < batch_size:
+        if 0 < len(split.fitted.examples) < batch_size:
             lines.append(
                 f"{split.path.name}: {len(split.fitted.examples)} rows, fewer than the batch of "
                 f"{batch_size}: evaluated in one smaller batch (mlx_lm stops)"
@@ -166,6 +171,8 @@ def _losses(split: Split) -> list[str]:
         )
     if unknown := sorted(split.roles.keys() - ROLES):
         lines.append(f"{name}: unusual roles: {', '.join(unknown)}; are they spelled right?")
+    if not fitted.examples:
+        lines.append(f"{name}: nothing is left to predict")
     if lost := sum(e.unsupervised_turns for e in split.examples):
         lines.append(
             f"{name}: {lost} assistant turns are rendered otherwise inside a longer chat, and "

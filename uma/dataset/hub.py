@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +179,7 @@ def _parquet(path: Path) -> list[Any]:
             f"{path.name} is Parquet, which needs pyarrow: pip install pyarrow; or put the rows "
             "into a folder as train.jsonl"
         )
-    from pyarrow import parquet  # type: ignore[import-not-found]
-
+    parquet: Any = import_module("pyarrow.parquet")
     rows: list[Any] = parquet.read_table(path).to_pylist()
     return rows
 

@@ -17,15 +17,20 @@ from uma.architecture.layers import (
     Mixer,
     Parameter,
 )
+from uma.engines.mlx_attention import (
+    FLOAT32,
+    SlicedAttention,
+    fused_attention,
+    gelu_tanh,
+    rms_norm,
+    rotary,
+    whole_attention,
+)
 from uma.engines.mlx_recurrent_layers import recurrent
 from uma.memory.adapters import Adapter, layer_adapters
 from uma.memory.mlx_program import Program, Value
 from uma.workload import Backend, TrainingWorkload
 
-FLOAT32 = 4
-MASKED_QUERIES = 64  # uma/runtime/lora/attention.py
-LEAST_QUERIES = 16
-SORTED_ROWS = 64  # switch_layers.py: so many rows are sorted by their experts
 GELU = ("gemma", "recurrent_gemma", "phi", "starcoder2", "gpt")  # gated by gelu, or plain gelu
 
 
@@ -354,141 +359,3 @@ class LayerProgram:
         b = self._trained(f"switch {role}", count, rows, adapter.rank, width=FLOAT32)
         z = p.gather_mm(p.gather_mm(x, p.swapped(a), index), p.swapped(b), index)
         return p.add(y, p.astype(p.scaled(z), x.width))
-
-
-@dataclass(frozen=True, slots=True)
-class SlicedAttention:
-    """Slices of queries one after the other, forward and backward."""
-
-    run_of: LayerProgram
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-    window: int | None
-
-    def places(self) -> list[tuple[int, int, int, int]]:
-        """First query of each slice, the one after its last, and the same of its keys."""
-        run, length, keys = self.run_of, self.queries[2], self.keys[2]
-        row = self.queries[0] * self.queries[1] * keys * run.width
-        if run.slice_bytes is None:
-            return [(0, length, 0, keys)]
-        count = max(LEAST_QUERIES, run.slice_bytes // row)
-        if self.window is not None:
-            count = min(count, MASKED_QUERIES)
-        return [
-            (a, min(a + count, length), self._first(a), keys - length + min(a + count, length))
-            for a in range(0, length, count)
-        ]
-
-    def _first(self, query: int) -> int:
-        return 0 if self.window is None else max(0, query - self.window + 1)
-
-    def run(self, q: Value, k: Value, v: Value) -> Value:
-        places, p = self.places(), self.run_of.program
-        mask = None
-        if self.window is not None:
-            mask = self.run_of.mask(f"window {self.window}")
-        if len(places) == 1:
-            return whole_attention(p, q, k, v, mask, causal=mask is None)
-
-        def part(place: tuple[int, int, int, int], q: Value, k: Value, v: Value) -> Value:
-            start, stop, first, end = place
-            seen = None
-            if mask is not None:
-                seen = p.slice(p.slice(mask, 0, start, stop), 1, first, end)
-            rows = p.slice(q, 2, start, stop)
-            k, v = p.slice(k, 2, first, end), p.slice(v, 2, first, end)
-            return whole_attention(p, rows, k, v, seen, causal=mask is None)
-
-        def forward() -> Value:
-            outputs: list[Value] = []
-            for place in places:
-                outputs.append(part(place, p.depends(q, *outputs[-1:]), k, v))
-            return p.concatenate(outputs, 2)
-
-        def backward(g: Value) -> list[Value]:
-            total: list[Value] = []
-            for place in places:
-                piece = p.slice(g, 2, place[0], place[1])
-                primals = [p.primal(p.depends(q, *total)), p.primal(k), p.primal(v)]
-                new = p.vjp([(part(place, *primals), piece)], primals)
-                total = [p.add(a, b) for a, b in zip(total, new, strict=True)] if total else new
-            return total
-
-        return p.custom(forward, backward, (q, k, v))
-
-
-def rms_norm(p: Program, x: Value, weight: Value) -> Value:
-    """``mlx/fast.cpp``, the fallback of ``rms_norm``."""
-    wide = p.astype(x, FLOAT32)
-    mean = p.scaled(p.sum(p.unary("Square", wide), (len(x.shape) - 1,), keepdims=True))
-    root = p.unary("Sqrt", p.add(mean, p.scalar(FLOAT32)))
-    return p.multiply(p.astype(p.multiply(wide, root), x.width), weight)
-
-
-def rotary(p: Program, x: Value, *, pairs: bool) -> Value:
-    """``mlx/fast.cpp``, the fallback of ``rope``: two halves, or neighbours, turned and joined."""
-    length, half = x.shape[2], x.shape[3] // 2
-    place = p.scaled(p.add(p.arange(length), p.scalar(FLOAT32, "offset")), "one")
-    each = p.unary("Exp", p.scaled(p.arange(half), "base"))
-    angle = p.multiply(p.expand_dims(place, 1), each)
-    cosines, sines = (p.astype(p.unary(name, angle), x.width) for name in ("Cos", "Sin"))
-    if pairs:
-        one, two = (p.every_other(x, first) for first in (0, 1))
-    else:
-        one, two = p.slice(x, 3, 0, half), p.slice(x, 3, half, 2 * half)
-    first = p.subtract(p.multiply(one, cosines), p.multiply(two, sines))
-    second = p.add(p.multiply(one, sines), p.multiply(two, cosines))
-    if not pairs:
-        return p.concatenate([first, second], 3)
-    joined = p.concatenate([p.expand_dims(part, 4) for part in (first, second)], 4)
-    return p.reshape(joined, *x.shape)
-
-
-def gelu_tanh(p: Program, x: Value) -> Value:
-    """``nn.gelu_approx``: half of ``x`` times one more than a tangent of ``x`` and its cube."""
-    cube = p.scaled(p.binary("Power", x, p.scalar(x.width)))
-    inner = p.unary("Tanh", p.scaled(p.add(x, cube)))
-    return p.multiply(p.scaled(x), p.add(inner, p.scalar(x.width)))
-
-
-def whole_attention(
-    p: Program, q: Value, k: Value, v: Value, mask: Value | None, *, causal: bool = False
-) -> Value:
-    """``mlx/fast.cpp``, the fallback of ``scaled_dot_product_attention``."""
-    heads, groups = q.shape[1], k.shape[1]
-    q = p.scaled(q)
-    repeats = heads // groups
-    if repeats > 1:
-        q = p.unflatten(q, 1, (groups, repeats))
-        k, v = p.expand_dims(k, 2), p.expand_dims(v, 2)
-    scores = p.matmul(q, p.swapped(k))
-    if causal:
-        rows, columns = scores.shape[-2:]
-        queries = p.expand_dims(p.arange(rows), 1)
-        keys = p.expand_dims(p.arange(columns), 0)
-        pairs = (rows, columns)
-        sides = [p.broadcast_to(side, pairs) for side in (queries, keys)]
-        mask = p.op("GreaterEqual", sides, pairs, 1)
-    if mask is not None:
-        if mask.width == 1:
-            scores = p.where(mask, scores)
-        else:
-            scores = p.add(scores, p.unflatten(mask, 1, (groups, repeats)) if repeats > 1 else mask)
-    out = p.matmul(p.softmax(scores), v)
-    return p.flatten(out, 1, 2) if repeats > 1 else out
-
-
-def fused_attention(p: Program, q: Value, k: Value, v: Value) -> Value:
-    """One kernel each way; only the output is kept, and a float32 a row that is left out."""
-    made: list[Value] = []
-
-    def forward() -> Value:
-        shape = (*q.shape[:3], v.shape[3])
-        made.append(p.op("ScaledDotProductAttention", [q, k, v], shape, opaque=True))
-        return made[0]
-
-    def backward(g: Value) -> list[Value]:
-        given = [q, k, v, made[0], g]
-        return [p.op("AttentionVJP", given, x.shape, opaque=True) for x in (q, k, v)]
-
-    return p.custom(forward, backward, [q, k, v])

@@ -6,7 +6,8 @@
 from collections.abc import Sequence
 
 from uma.architecture.layers import Architecture
-from uma.engines.mlx_layers import FLOAT32, LayerProgram, rms_norm
+from uma.engines.mlx_attention import FLOAT32, rms_norm
+from uma.engines.mlx_layers import LayerProgram
 from uma.engines.mlx_updates import UPDATES
 from uma.memory.adapters import trained_layers
 from uma.memory.compile_fuse import fused, simplified

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from uma.architecture.layers import Architecture, Attention, LatentAttention, Layer
 from uma.dataset.batches import padded_length
-from uma.engines.mlx_layers import FLOAT32, LayerProgram, rms_norm
+from uma.engines.mlx_attention import FLOAT32, rms_norm
+from uma.engines.mlx_layers import LayerProgram
 from uma.engines.mlx_training import optimizer_bytes, trained_arrays
 from uma.engines.mlx_updates import update_program
 from uma.memory.adapters import trained_layers

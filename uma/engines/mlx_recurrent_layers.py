@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 FLOAT32 = 4
 SSM_STEP = 256  # ssm.py, ssm_attn: step
+LAID_OUT = 16  # chunks of one scan at most
 STATES_KEPT = 3  # of each token by other recurrences: decayed, updated, and their product
 
 # One Qwen3.5 layer, 32 heads of 128 x 128, on Metal (mlx-lm pull request 1870): 4.3, 10.2, 31.4 and
@@ -238,15 +239,53 @@ def _delta_step(p: Program, cut: Sequence[Value], state: Value) -> tuple[Value, 
 def by_chunks(
     run: LayerProgram, sequences: list[Value], state: Sequence[int], chunk: int, scan: Scan
 ) -> Value:
-    """``uma/runtime/lora/recurrence.py``: one chunk is laid out, the rest are like it.
+    """``uma/runtime/lora/recurrence.py``: the chunks, or one where there are many."""
+    length = sequences[0].shape[1]
+    places = [(at, min(at + chunk, length)) for at in range(0, length, chunk)]
+    if scan is delta_rule or len(places) > LAID_OUT:
+        return _alike(run, sequences, state, places, scan)
+    p = run.program
+    states = [p.source(*state, width=FLOAT32)]
+
+    def cut(place: tuple[int, int], done: Sequence[Value]) -> list[Value]:
+        return [p.slice(p.depends(x, *done), 1, *place) for x in sequences]
+
+    def forward() -> Value:
+        outputs: list[Value] = []
+        for place in places:
+            output, new = scan(p, cut(place, outputs[-1:]), states[-1])
+            outputs.append(output)
+            states.append(new)
+        return p.concatenate(outputs, 1)
+
+    def backward(g: Value) -> list[Value]:
+        by_state, found, done = p.zeros(tuple(state), FLOAT32), [], list[Value]()
+        for place, before in zip(reversed(places), reversed(states[:-1]), strict=True):
+            primals = [p.primal(x) for x in (*cut(place, done), before)]
+            output, new = scan(p, primals[:-1], primals[-1])
+            done = p.vjp([(output, p.slice(g, 1, *place)), (new, by_state)], primals)
+            by_state = done[-1]
+            found.append(done[:-1])
+        return [p.concatenate(parts, 1) for parts in zip(*reversed(found), strict=True)]
+
+    return p.custom(forward, backward, sequences)
+
+
+def _alike(
+    run: LayerProgram,
+    sequences: list[Value],
+    state: Sequence[int],
+    places: list[tuple[int, int]],
+    scan: Scan,
+) -> Value:
+    """One chunk is laid out, the rest are like it.
 
     Outputs and the states between chunks stay; going back, one chunk's arrays at a time. There are
     more operations in it than may wait, so that what was before is free.
     """
-    p, length = run.program, sequences[0].shape[1]
-    width = sequences[0].width
+    p, width, chunk = run.program, sequences[0].width, places[0][1]
     out = next(x for x in sequences if x.shape[2] == state[1] and len(x.shape) == 4).shape
-    between = (-(-length // chunk), *state)
+    between = (len(places), *state)
 
     def forward() -> Value:
         space = _chunk_bytes(run, sequences, state, chunk, scan, back=False)

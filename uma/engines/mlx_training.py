@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from uma.architecture.layers import Architecture, Layer, Parameter
 from uma.engines import mlx_lm_step
-from uma.engines.mlx_layers import FLOAT32
+from uma.engines.mlx_attention import FLOAT32
 from uma.memory.adapters import adapters, trained_layers
 from uma.memory.optimizer_states import mlx_states
 from uma.memory.term import MemoryTerm

@@ -238,7 +238,8 @@ def _slack_bytes(
     above = max(phase_totals(terms).values()) - held
     forward = [t for t in terms if t.phase == "forward"]
     logits = sum(t.size_bytes for t in forward if t.name == "logits")
-    if settings.fsdp_hooks and workload.sharding.zero_stage == 3 and workload.method == "full":
+    fsdp = settings.fsdp_hooks and workload.sharding.zero_stage == 3 and not settings.deepspeed
+    if fsdp and workload.method == "full":
         return round(FSDP_SLACK * above)
     if settings.variable_lengths:
         made = logits + sum(t.size_bytes for t in forward if t.name == "activations")

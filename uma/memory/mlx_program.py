@@ -19,9 +19,12 @@ from uma.memory.liveness import (
     evaluation_order,
     peak,
 )
+from uma.memory.metal_activations import MAX_OPERATIONS
+from uma.memory.mlx_gradients import GRADIENTS
 from uma.workload import Backend
 
 Shape = tuple[int, ...]
+WAITING = max(MAX_OPERATIONS + 1, MAX_ACTIVE_TASKS * DISPATCHES_PER_TASK // 2)
 STARTS_APART = 2  # of the dispatches that a first task may hold already, those that are tried
 
 
@@ -52,9 +55,6 @@ class Step:
 
 Backward = Callable[[Value], Sequence[Value]]
 """Gradients of all inputs from that of the output."""
-
-Gradient = Callable[["Program", Step, Value, int], Value]
-"""Of the input at a place, from that of the output."""
 
 
 @dataclass(slots=True)
@@ -237,10 +237,11 @@ class Program:
         return self.op("Depends", [x, *done], x.shape) if done else x
 
     def awaited(self, x: Value) -> Value:
-        """``x`` after as many operations as may wait on the device, none of which makes arrays."""
-        for _ in range(MAX_ACTIVE_TASKS * DISPATCHES_PER_TASK):
-            x = self.op("Depends", [x], x.shape)
-        return x
+        """``x`` after as many small operations as may wait on the device."""
+        last = self.depends(self.scalar(x.width), x)
+        for _ in range(WAITING):
+            last = self.unary("Negative", last)
+        return self.depends(x, last)
 
     def all_depend(self, values: Sequence[Value], done: Value) -> list[Value]:
         """``values``, none of which can be read before ``done``: one operation for all."""
@@ -352,10 +353,7 @@ class Program:
         return self.most_of([x.number for x in roots], backend)
 
     def most_of(self, roots: Sequence[int], backend: Backend) -> int:
-        """The same by number, wherever the first task begins.
-
-        On the CPU up to ten tasks of ten dispatches wait, and the first is begun already.
-        """
+        """The same by number."""
         held = frozenset(x.number for x in self.sources) - self.passing
         graph = Graph(
             self.layouts,
@@ -364,13 +362,21 @@ class Program:
             tuple(roots),
             held,
         )
-        order = evaluation_order(graph)
-        if backend == "metal":
-            return peak(graph, order, backend).size_bytes
-        return max(
-            peak(graph, order, tasks_ahead=MAX_ACTIVE_TASKS, dispatched=start).size_bytes
-            for start in range(0, DISPATCHES_PER_TASK, STARTS_APART)
-        )
+        return peak_anywhere(graph, backend)
+
+
+def peak_anywhere(graph: Graph, backend: Backend) -> int:
+    """The peak of evaluating ``graph``, wherever the first task begins.
+
+    On the CPU up to ten tasks of ten dispatches wait, and the first is begun already.
+    """
+    order = evaluation_order(graph)
+    if backend == "metal":
+        return peak(graph, order, backend).size_bytes
+    return max(
+        peak(graph, order, tasks_ahead=MAX_ACTIVE_TASKS, dispatched=start).size_bytes
+        for start in range(0, DISPATCHES_PER_TASK, STARTS_APART)
+    )
 
 
 def broadcast(x: Shape, y: Shape) -> Shape:
@@ -382,165 +388,3 @@ def broadcast(x: Shape, y: Shape) -> Shape:
     length = max(len(x), len(y))
     x, y = (1,) * (length - len(x)) + x, (1,) * (length - len(y)) + y
     return tuple(b if a == 1 else a for a, b in zip(x, y, strict=True))
-
-
-def _broadcast(p: Program, step: Step, g: Value, _: int) -> Value:
-    shape = step.inputs[0].shape
-    new = len(g.shape) - len(shape)
-    axes = tuple(i for i, dim in enumerate(g.shape) if i < new or dim != shape[i - new])
-    return p.squeeze(p.sum(g, axes, keepdims=True) if axes else g, tuple(range(new)))
-
-
-def _multiply(p: Program, step: Step, g: Value, place: int) -> Value:
-    return p.multiply(step.inputs[1 - place], g)
-
-
-def _log_sum_exp(p: Program, step: Step, g: Value, _: int) -> Value:
-    return p.multiply(g, p.softmax(step.inputs[0]))
-
-
-def _divide(p: Program, step: Step, g: Value, place: int) -> Value:
-    x, y = step.inputs
-    if place == 0:
-        return p.divide(g, y)
-    return p.unary("Negative", p.divide(p.multiply(g, x), p.unary("Square", y)))
-
-
-def _power(p: Program, step: Step, g: Value, _: int) -> Value:
-    x, exponent = step.inputs
-    lower = p.binary("Power", x, p.subtract(exponent, p.scalar(x.width)))
-    return p.multiply(g, p.multiply(lower, exponent))
-
-
-def _matmul(p: Program, step: Step, g: Value, place: int) -> Value:
-    if place == 0:
-        return p.matmul(g, p.swapped(step.inputs[1]))
-    return p.matmul(p.swapped(step.inputs[0]), g)
-
-
-def _sigmoid(p: Program, step: Step, g: Value, _: int) -> Value:
-    slope = p.multiply(step.output, p.subtract(p.scalar(g.width, "one"), step.output))
-    return p.multiply(g, slope)
-
-
-def _tanh(p: Program, step: Step, g: Value, _: int) -> Value:
-    return p.multiply(g, p.subtract(p.scalar(g.width), p.unary("Square", step.output)))
-
-
-def _softmax(p: Program, step: Step, g: Value, _: int) -> Value:
-    product = p.multiply(step.output, g)
-    total = p.sum(product, (len(g.shape) - 1,), keepdims=True)
-    return p.subtract(product, p.multiply(step.output, total))
-
-
-def _rsqrt(p: Program, step: Step, g: Value, _: int) -> Value:
-    return p.multiply(p.scaled(g), p.divide(step.output, step.inputs[0]))
-
-
-def _slice(p: Program, step: Step, g: Value, _: int) -> Value:
-    x = step.inputs[0]
-    return p.op("SliceUpdate", [p.zeros(x.shape, x.width), g], x.shape)
-
-
-def _concatenate(p: Program, step: Step, g: Value, place: int) -> Value:
-    axis = step.arguments[0]
-    start = sum(x.shape[axis] for x in step.inputs[:place])
-    return p.slice(g, axis, start, start + step.inputs[place].shape[axis])
-
-
-def _transposed(p: Program, step: Step, g: Value, _: int) -> Value:
-    axes = step.arguments[0]
-    return p.transpose(g, *(axes.index(i) for i in range(len(axes))))
-
-
-def _scattered(p: Program, step: Step, g: Value, _: int) -> Value:
-    x, index = step.inputs
-    name = "ScatterAxis" if step.name == "GatherAxis" else "Scatter"
-    return p.op(name, [p.zeros(x.shape, x.width), index, g], x.shape)
-
-
-def _gather_mm(p: Program, step: Step, g: Value, place: int) -> Value:
-    x, matrices, _, index = step.inputs
-    if place == 0:
-        return p.gather_mm(g, p.swapped(matrices), index)
-    rows = p.flatten(x, 0, len(x.shape) - 2), p.flatten(g, 0, len(g.shape) - 2)
-    shape = (matrices.shape[0], matrices.shape[2], matrices.shape[1])
-    return p.swapped(p.op("SegmentedMM", rows, shape))
-
-
-def _reversed_scan(p: Program, step: Step, g: Value, _: int) -> Value:
-    return p.op("Scan", [g], g.shape)
-
-
-def _unpadded(p: Program, step: Step, g: Value, _: int) -> Value:
-    axis, count = step.arguments
-    return p.slice(g, axis, count, g.shape[axis])
-
-
-def _convolution(p: Program, step: Step, g: Value, place: int) -> Value:
-    x, weight = step.inputs
-    if place:
-        return p.op("Convolution", [x, g], weight.shape, opaque=True)
-    # Turned round, it takes the slow way, which makes nothing (backend/cpu/conv.cpp, conv_1D_cpu).
-    return p.op("Convolution", [g, weight], x.shape, opaque=True)
-
-
-def _norm(p: Program, step: Step, g: Value, place: int) -> Value:
-    """Metal's kernel for both gradients (``mlx/backend/metal/normalization.cpp``)."""
-    x, weight = step.inputs
-    by_x = p.op("RMSNormVJP", [x, weight, g], x.shape, opaque=True, donors=(0, 2))
-    return by_x if place == 0 else p.sum(by_x, tuple(range(len(x.shape) - 1)))
-
-
-def _turned_back(p: Program, step: Step, g: Value, _: int) -> Value:
-    return p.op("RoPE", [g], g.shape, opaque=True, donors=(0,))
-
-
-def _quantized(p: Program, step: Step, g: Value, _: int) -> Value:
-    return p.quantized_matmul(g, step.inputs[1], step.inputs[0].shape[-1])
-
-
-def _selected(p: Program, step: Step, g: Value, _: int) -> Value:
-    return p.multiply(p.astype(step.inputs[0], g.width), g)
-
-
-GRADIENTS: dict[str, Gradient] = {
-    **dict.fromkeys(("Add", "Copy", "Depends", "Contiguous", "Split"), lambda p, step, g, place: g),
-    "AsType": lambda p, step, g, place: p.astype(g, step.inputs[0].width),
-    "Broadcast": _broadcast,
-    "Concatenate": _concatenate,
-    "Convolution": _convolution,
-    "Divide": _divide,
-    "Exp": lambda p, step, g, place: p.multiply(g, step.output),
-    "ExpandDims": lambda p, step, g, place: p.squeeze(g, step.arguments[0]),
-    "Gather": _scattered,
-    "GatherAxis": _scattered,
-    "GatherMM": _gather_mm,
-    "LogSumExp": _log_sum_exp,
-    "Matmul": _matmul,
-    "Multiply": _multiply,
-    "Negative": lambda p, step, g, place: p.unary("Negative", g),
-    "Pad": _unpadded,
-    "Power": _power,
-    "QuantizedMatmul": _quantized,
-    "RMSNorm": _norm,
-    "RoPE": _turned_back,
-    "Reduce": lambda p, step, g, place: p.broadcast_to(g, step.inputs[0].shape),
-    "Scan": _reversed_scan,
-    "Select": _selected,
-    "Sigmoid": _sigmoid,
-    "Slice": _slice,
-    "Softmax": _softmax,
-    "Sqrt": _rsqrt,
-    "Square": lambda p, step, g, place: p.multiply(step.inputs[0], p.scaled(g)),
-    "Squeeze": lambda p, step, g, place: p.op(
-        "ExpandDims", [g], step.inputs[0].shape, None, step.arguments
-    ),
-    "Subtract": lambda p, step, g, place: p.unary("Negative", g) if place else g,
-    "Tanh": _tanh,
-    "Transpose": _transposed,
-    **dict.fromkeys(
-        ("Flatten", "Reshape", "Unflatten"),
-        lambda p, step, g, place: p.reshape(g, *step.inputs[0].shape),
-    ),
-}

@@ -144,11 +144,9 @@ def _on_place(
     for kv_bits, asked in cases:
         here = on(asked, place)
         own = scaled(reads, weights_of(asked) / _UNIT)
-        for batch_size in BATCHES:
-            for context in contexts:
-                point, estimate = _point(here, place, own, kv_bits, batch_size, context)
-                points.append(point)
-                notes |= dict.fromkeys(estimate.notes)
+        for point, estimate in _points(here, place, own, kv_bits, contexts):
+            points.append(point)
+            notes |= dict.fromkeys(estimate.notes)
         longest.append(
             Longest(
                 asked.bits,
@@ -160,6 +158,23 @@ def _on_place(
         if kv_bits == 16:
             served += [_sequences(here, place, own, n) for n in SERVED_CONTEXTS if n in contexts]
     return ModelReport(name, tuple(points), tuple(longest), tuple(served), tuple(notes))
+
+
+def _points(
+    asked: Asked, place: Place, reads: WeightReads, kv_bits: int, contexts: Sequence[int]
+) -> Iterator[tuple[Point, Estimate]]:
+    """Every number of sequences and context, up to the first context that no limit allows.
+
+    What is longer needs more, and so do more sequences where not the shortest context runs.
+    """
+    for batch_size in BATCHES:
+        for context in contexts:
+            point, estimate = _point(asked, place, reads, kv_bits, batch_size, context)
+            yield point, estimate
+            if not runs(point.verdicts):
+                break
+        if context == contexts[0] and not runs(point.verdicts):
+            return
 
 
 def _asked_for(asked: Asked, batch_size: int, context: int) -> Asked:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from uma.architecture.layers import Architecture
+from uma.dataset.batches import padded_length
 from uma.engines import mlx_training, torch_training
 from uma.engines.torch_model import Settings
 from uma.frozen import dataclass
@@ -12,7 +13,10 @@ from uma.machine import Budget, Machine
 from uma.memory.adapters import adapters
 from uma.memory.term import MemoryTerm
 from uma.plan.estimate import ceiling_bytes
+from uma.plan.training_stacks import Stack
 from uma.workload import Trainer, TrainingEngine, TrainingWorkload
+
+SHORT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,7 @@ class TrainingCase:
 
     ``weights`` is the base as it is held, for MLX; the torch engine knows it from the workload.
     ``smaller`` is the same base in 4 bits, where it is not quantized yet. ``trainer`` is the
-    program that trains under MLX.
+    program that trains under MLX, ``stack`` that of ``settings`` under torch.
     """
 
     architecture: Architecture
@@ -33,6 +37,7 @@ class TrainingCase:
     smaller: MemoryTerm | None = None
     settings: Settings = Settings()
     trainer: Trainer = "mlx_lm"
+    stack: Stack = "trainer"
 
     def terms(self) -> tuple[MemoryTerm, ...]:
         """Every term of one step on one device, by phase."""
@@ -47,7 +52,8 @@ class TrainingCase:
         if self.trainer == "uma":
             from uma.engines.mlx_own_step import own_training_terms
 
-            return own_training_terms(*asked, backend=self.machine.backend)
+            short = in_short_rows(self.workload)
+            return own_training_terms(*asked[:2], short, backend=self.machine.backend)
         return mlx_training.training_terms(*asked, backend=self.machine.backend)
 
     def needed_bytes(self) -> int:
@@ -81,6 +87,19 @@ class TrainingCase:
             return self.architecture.num_parameters
         arrays = mlx_training.trained_arrays(self.architecture, self.workload)
         return sum(a.size_bytes // a.width for a in arrays)
+
+
+def in_short_rows(workload: TrainingWorkload) -> TrainingWorkload:
+    """As many positions in rows of ``SHORT``, which are laid out in a tenth of the time.
+
+    Our own trainer computes attention and the loss in slices of a fixed size, so that it needs
+    the same for as many positions, however long their rows are (a test compares).
+    """
+    length = padded_length(max(1, workload.max_seq_length - 1))
+    if length <= SHORT:
+        return workload
+    rows = -(-workload.batch_size * length // SHORT)
+    return replace(workload, batch_size=rows, max_seq_length=SHORT + 1)
 
 
 class Needs:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from uma.memory.term import MemoryTerm
-from uma.plan.training_case import Needs, TrainingCase
+from uma.plan.training_case import SHORT, Needs, TrainingCase
 
 MOST = {"batch_size": 4096, "max_seq_length": 1 << 20, "rank": 4096}  # looked for, not allowed
 TRIES = 12
@@ -21,19 +21,39 @@ def largest(
     room, workload = case.room_bytes, case.workload
     if held > room:
         return dict.fromkeys(_fields(case))
-    workers = workload.sharding.data if case.engine == "mlx" else 1
-    needed = _along(case, needs, "batch_size", workers)
-    rows = _largest(needed, workload.batch_size // workers, held, room, MOST["batch_size"])
-    found = {"batch_size": rows and rows * workers}
-    needed = _along(case, needs, "max_seq_length")
-    length = _largest(needed, workload.max_seq_length, held, room, MOST["max_seq_length"])
-    found["max_seq_length"] = length
+    found = _own_shapes(case, held, needs) if case.trainer == "uma" else _shapes(case, held, needs)
     if workload.method != "full":
         names = ("adapters", "optimizer_states")
         by_rank = sum(t.size_bytes for t in terms if t.phase == "always" and t.name in names)
         needed = _along(case, needs, "rank")
         found["rank"] = _largest_rank(needed, workload.rank, by_rank, room)
     return found
+
+
+def _shapes(case: TrainingCase, held_bytes: int, needs: Needs) -> dict[str, int | None]:
+    workload, room = case.workload, case.room_bytes
+    workers = workload.sharding.data if case.engine == "mlx" else 1
+    needed = _along(case, needs, "batch_size", workers)
+    rows = _largest(needed, workload.batch_size // workers, held_bytes, room, MOST["batch_size"])
+    needed, most = _along(case, needs, "max_seq_length"), MOST["max_seq_length"]
+    length = _largest(needed, workload.max_seq_length, held_bytes, room, most)
+    return {"batch_size": rows and rows * workers, "max_seq_length": length}
+
+
+def _own_shapes(case: TrainingCase, held_bytes: int, needs: Needs) -> dict[str, int | None]:
+    """Our own trainer needs what all positions of a batch need, however long their rows are."""
+    batch, length = case.workload.batch_size, case.workload.max_seq_length
+
+    def needed(rows: int) -> int:
+        return needs(case.changed(batch_size=rows, max_seq_length=SHORT + 1))
+
+    asked = max(1, batch * length // SHORT)
+    rows = _largest(needed, asked, held_bytes, case.room_bytes, MOST["max_seq_length"])
+    positions = (rows or 0) * SHORT
+    return {
+        "batch_size": min(positions // length, MOST["batch_size"]) or None,
+        "max_seq_length": min(positions // batch, MOST["max_seq_length"]) or None,
+    }
 
 
 def _fields(case: TrainingCase) -> tuple[str, ...]:
@@ -50,14 +70,10 @@ def _largest(needed: Needed, asked: int, held_bytes: int, room_bytes: int, most:
     What is needed never falls, and rises as a line or a parabola from about ``held_bytes`` at 0,
     with a corner where another phase begins to bind.
 
-    >>> _largest(lambda n: 100 + 3 * n, 10, 100, 1000, 4096)
-    300
+    >>> _largest(lambda n: 100 + 3 * n, 10, 100, 1000, 4096)  # 300 would fit too
+    299
     """
     points = {0: held_bytes, asked: needed(asked)}
-    if points[asked] > room_bytes:
-        points[1] = needed(1)
-        if points[1] > room_bytes:
-            return None
     for _ in range(TRIES):
         low = max(n for n, size in points.items() if size <= room_bytes)
         high = min((n for n, size in points.items() if size > room_bytes), default=most + 1)
@@ -69,7 +85,7 @@ def _largest(needed: Needed, asked: int, held_bytes: int, room_bytes: int, most:
         if guess >= high:  # the parabola is none of what lies between
             guess = most if high > most else (low + high) // 2
         points[guess] = needed(guess)
-    return max(n for n, size in points.items() if size <= room_bytes)
+    return max(n for n, size in points.items() if size <= room_bytes) or None
 
 
 def _at_most(points: dict[int, int], room_bytes: int) -> int:

@@ -62,7 +62,7 @@ def _lines(
 
 def _program(found: TrainingEstimate) -> str:
     if found.case.engine == "torch":
-        return "torch"
+        return {"trainer": "torch"}.get(found.case.stack, f"torch ({found.case.stack})")
     if found.case.workload.sharding.zero_stage:
         return "mlx, fully_shard"
     return "mlx_lm.lora" if found.case.trainer == "mlx_lm" else "uma lora train"
@@ -152,6 +152,7 @@ def training_json(
         "machine": {"name": case.machine.name, "kind": case.machine.kind},
         "engine": case.engine,
         "trainer": case.trainer if case.engine == "mlx" else None,
+        "stack": case.stack if case.engine == "torch" else None,
         "workload": {
             "method": workload.method,
             "rank": None if workload.method == "full" else workload.rank,

@@ -6,7 +6,7 @@ and chat templates run in the sandbox that ``uma run`` gives them. Lengths are t
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,15 @@ class FileEncoder:
         self.template = _template(folder, self.config)
         self.render: Any = None
 
-    def lengths(self, rows: Sequence[Row]) -> list[int | None]:
+    def lengths(
+        self, rows: Sequence[Row], progress: Callable[[int, int], None] | None = None
+    ) -> list[int | None]:
         """Tokens of each row; ``None`` for a chat that the template refuses."""
         found: list[int | None] = []
         for at in range(0, len(rows), ROWS_AT_ONCE):
             found += self._lengths(rows[at : at + ROWS_AT_ONCE])
+            if progress is not None:
+                progress(len(found), len(rows))
         return found
 
     def _lengths(self, rows: Sequence[Row]) -> list[int | None]:

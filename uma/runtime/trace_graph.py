@@ -142,7 +142,7 @@ def _graph(
             event["name"],
             tuple(map(number, event["inputs"])),
             tuple(map(number, event["outputs"])),
-            _hashable(event["arguments"]),
+            hashable(event["arguments"]),
         )
         for event in events
         if event["type"] == "primitive"
@@ -151,7 +151,7 @@ def _graph(
     roots, states = outputs[: count["roots"]], outputs[count["roots"] :]
     graph = Graph(
         layouts,
-        tuple(_stood_in(operations, fixed, stand_ins)),
+        tuple(stood_in(operations, fixed, stand_ins)),
         (*inputs, *fixed),
         tuple(roots),
         frozenset((*kept, *fixed, *roots, *states)),
@@ -160,11 +160,11 @@ def _graph(
     return graph, tuple(states)
 
 
-def _hashable(arguments: Any) -> Any:
-    return tuple(map(_hashable, arguments)) if isinstance(arguments, list) else arguments
+def hashable(arguments: Any) -> Any:
+    return tuple(map(hashable, arguments)) if isinstance(arguments, list) else arguments
 
 
-def _stood_in(
+def stood_in(
     operations: list[Operation], fixed: dict[int, mx.array], stand_ins: StandIns
 ) -> Iterator[Operation]:
     """The operations, those that carry the mark of a stand-in as what it stands for."""

@@ -8,6 +8,7 @@ function and a gradient of its own is put in by hand: the attention's slices and
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,26 +17,22 @@ from mlx.utils import tree_flatten, tree_unflatten
 from uma.architecture import architecture_from_config
 from uma.architecture.layers import Layer, Recurrent
 from uma.engines.mlx_own_step import OwnStep, terms_of
+from uma.engines.mlx_training import training_terms
 from uma.errors import UnsupportedModel
-from uma.memory.liveness import (
-    DISPATCHES_PER_TASK,
-    MAX_ACTIVE_TASKS,
-    Graph,
-    evaluation_order,
-    peak,
-)
+from uma.memory.array_layout import Layout, rows
+from uma.memory.liveness import Graph, Operation
+from uma.memory.mlx_program import peak_anywhere
 from uma.memory.term import MemoryTerm
 from uma.runtime.load import weights_bytes
 from uma.runtime.lora import attention
-from uma.runtime.lora.calls import arrays, intercepted, substituted
+from uma.runtime.lora.calls import arrays, differentiable, intercepted, substituted
 from uma.runtime.lora.loss import loss_and_slope
 from uma.runtime.lora.optimizer import make_optimizer
-from uma.runtime.trace_graph import arrays_of, exported, put_arrays, unchanged
+from uma.runtime.trace_graph import Event, arrays_of, hashable, put_arrays, stood_in, unchanged
+from uma.runtime.trace_lm_step import LmStep, compiled
 from uma.runtime.trace_model import Format, lazy_model
 from uma.runtime.trace_stand_ins import StandIns, replaced
-from uma.workload import Backend, TrainingWorkload
-
-STARTS_APART = 2  # of the dispatches that a first task may hold already, those that are tried
+from uma.workload import Backend, Trainer, TrainingWorkload
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +54,19 @@ class TracedStep(OwnStep):
     def forward(self, layer: Layer) -> int:
         call = self._call(layer)
         names, parameters = _parameters(call.layer, trained=False)
-        inputs = arrays(call.args)
+        inputs = differentiable(call.args)
 
         def run(*given: mx.array) -> list[mx.array]:
             return [_called(call, names, given[: len(names)], inputs, given[len(names) :])]
 
         with attention.sliced_attention(self.attention_slice_bytes, attention.forward):
-            return self._peak(run, [*parameters, *inputs])
+            return self.peak_of(run, [*parameters, *inputs])
 
     def backward(self, layer: Layer) -> int:
         call = self._call(layer)
         names, parameters = _parameters(call.layer, trained=False)
         trained = {name for name, _ in tree_flatten(call.layer.trainable_parameters())}
-        inputs = arrays(call.args)
+        inputs = differentiable(call.args)
         count = len(names)
 
         def run(*given: mx.array) -> list[mx.array]:
@@ -85,7 +82,8 @@ class TracedStep(OwnStep):
 
             return _gradients(layer, primals, cotangent, self.attention_slice_bytes)
 
-        return self._peak(run, [*parameters, *inputs, mx.zeros_like(inputs[0])])
+        with patch.object(mx, "gather_mm", _gathered(mx.gather_mm)):
+            return self.peak_of(run, [*parameters, *inputs, mx.zeros_like(inputs[0])])
 
     def _loss_slice(self, rows: int) -> int:
         names, parameters = _parameters(self.model, trained=False)
@@ -107,11 +105,11 @@ class TracedStep(OwnStep):
 
         index = mx.zeros((rows,), mx.int32)
         given = [*parameters, hidden, index, index, mx.zeros((rows,))]
-        return self._peak(run, given)
+        return self.peak_of(run, given)
 
     def update(self) -> int:
         trained = self.model.trainable_parameters()
-        optimizer = make_optimizer(self.workload.optimizer, 1e-5)  # type: ignore[arg-type]
+        optimizer = make_optimizer(self.workload.optimizer, 1e-5)
         optimizer.init(trained)
         state = list(arrays_of(optimizer.state))
         names = [name for name, _ in tree_flatten(trained)]
@@ -129,38 +127,75 @@ class TracedStep(OwnStep):
 
         kept = state
         try:
-            return self._peak(run, [*values, *values, *state], passing=count)
+            return self.peak_of(run, [*values, *values, *state], passing=count)
         finally:
             put_arrays(optimizer.state, iter(kept))
 
     def _call(self, layer: Layer) -> _Call:
         return self.calls[self.architecture.layers.index(layer)]
 
-    def _peak(
+    def peak_of(
         self,
         run: Callable[..., list[mx.array]],
         inputs: Sequence[mx.array],
         *,
         passing: int | None = None,
+        compile: bool = False,
     ) -> int:
         """The peak above ``inputs``; those from ``passing`` on die with their last use."""
         stand_ins = StandIns()
+        events: list[Event] = []
         with unchanged(self.model), replaced(stand_ins, self.backend):
-            found = exported(run, inputs, stand_ins)
-        numbers, fixed, roots, layouts, operations = found
-        held = frozenset([*numbers[:passing], *fixed])
-        graph = Graph(layouts, operations, (*numbers, *fixed), roots, held)
-        order = evaluation_order(graph)
-        before = sum(layouts[i].nbytes for i in {*numbers, *fixed})
-        if self.backend == "metal":
-            return peak(graph, order, "metal").size_bytes - before
-        return (
-            max(
-                peak(graph, order, tasks_ahead=MAX_ACTIVE_TASKS, dispatched=start).size_bytes
-                for start in range(0, DISPATCHES_PER_TASK, STARTS_APART)
-            )
-            - before
+            mx.export_function(events.append, run, *inputs)
+        graph = _graph(events, stand_ins, passing)
+        if compile:
+            graph = compiled(graph)
+        before = sum(graph.arrays[i].nbytes for i in set(graph.sources))
+        return peak_anywhere(graph, self.backend) - before
+
+
+def _graph(events: list[Event], stand_ins: StandIns, passing: int | None) -> Graph:
+    """The exported graph; its outputs are evaluated."""
+    by_type: dict[str, Event] = {e["type"]: e for e in events if e["type"] != "primitive"}
+    numbers: dict[str, int] = {}
+    layouts: list[Layout] = []
+
+    def number(entry: tuple[str, tuple[int, ...], mx.Dtype]) -> int:
+        name, shape, dtype = entry
+        if name not in numbers:
+            numbers[name] = len(layouts)
+            layouts.append(rows(tuple(shape), dtype.size))
+        return numbers[name]
+
+    inputs = [number(entry) for entry in by_type["inputs"]["inputs"]]
+    constants = by_type["constants"]["constants"]
+    fixed = {number((name, array.shape, array.dtype)): array for name, array in constants}
+    roots = tuple(number(entry) for entry in by_type["outputs"]["outputs"])
+    operations = [
+        Operation(
+            event["name"],
+            tuple(map(number, event["inputs"])),
+            tuple(map(number, event["outputs"])),
+            hashable(event["arguments"]),
         )
+        for event in events
+        if event["type"] == "primitive"
+    ]
+    held = frozenset([*inputs[:passing], *fixed])
+    made = tuple(stood_in(operations, fixed, stand_ins))
+    return Graph(layouts, made, (*inputs, *fixed), roots, held)
+
+
+def _gathered(whole: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """``mx.gather_mm`` whose matrices get a gradient of their shape that can be exported.
+
+    MLX cannot export ``SegmentedMM``, the true one (mlx 0.32.4, ``mlx/export.cpp``).
+    """
+
+    def gather_mm(a: mx.array, b: mx.array, *args: Any, **options: Any) -> mx.array:
+        return whole(a, mx.stop_gradient(b), *args, **options) + b[:1, :1, :1]
+
+    return gather_mm
 
 
 def _parameters(module: nn.Module, *, trained: bool) -> tuple[list[str], list[mx.array]]:
@@ -219,8 +254,10 @@ def trace_training(
     quantization: Format,
     workload: TrainingWorkload,
     backend: Backend = "cpu",
+    *,
+    trainer: Trainer = "mlx_lm",
 ) -> tuple[MemoryTerm, ...]:
-    """The terms of a step of our own trainer, as ``own_training_terms`` gives them, traced.
+    """The terms of a step of ``mlx_lm.lora`` or of our own trainer, as the closed forms give them.
 
     Raises:
         UnsupportedModel: If the model recurs, or mlx-lm's code cannot be traced.
@@ -241,11 +278,34 @@ def trace_training(
     if workload.method != "full":
         weights = replace(weights, size_bytes=weights.size_bytes - adapters)
     try:
+        if trainer == "mlx_lm":
+            return _lm_terms(step, weights)
         return terms_of(step, weights)
     except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
         raise UnsupportedModel(
             f"a training step of model_type {config.get('model_type')!r} cannot be traced: {error}"
         ) from error
+
+
+def _lm_terms(step: TracedStep, weights: MemoryTerm) -> tuple[MemoryTerm, ...]:
+    """The closed form's, the step of ``backward`` traced."""
+    closed = training_terms(step.architecture, weights, step.workload, backend=step.backend)
+    inputs = [differentiable(call.args)[0] for call in step.calls]
+
+    def output(call: _Call, old: mx.array) -> Callable[[mx.array], mx.array]:
+        def run(x: mx.array) -> mx.array:
+            args, kwargs = substituted(call.args, [old], [x])
+            return arrays(call.layer(*args, **kwargs))[0]
+
+        return run
+
+    calls = [(call.layer, output(call, old)) for call, old in zip(step.calls, inputs, strict=True)]
+    traced = LmStep(step.model, calls, step.workload)
+    with patch.object(mx, "gather_mm", _gathered(mx.gather_mm)):
+        size = step.peak_of(traced.run, traced.inputs, passing=traced.held, compile=True)
+    return tuple(
+        replace(t, size_bytes=size, basis="exact") if t.phase == "backward" else t for t in closed
+    )
 
 
 def _train(model: nn.Module, workload: TrainingWorkload) -> None:
@@ -275,4 +335,5 @@ def _calls(model: Any, step: OwnStep) -> tuple[_Call, ...]:
     tokens = mx.zeros((step.workload.batch_size, step.length), mx.int32)
     with intercepted(list(model.layers), hook):
         model(tokens)
+    mx.eval([a for call in found for a in arrays(call.args) if a.dtype == mx.bool_])
     return tuple(found)

@@ -145,7 +145,8 @@ def _multiplied(reads: WeightReads, tokens: int, tile_tokens: int) -> float:
     for one in reads.experts:
         chosen = one.num_experts * one.share(tokens)
         each = tokens * one.num_experts_per_tok / chosen
-        total += one.elements * one.share(1) * ceil(each / tile_tokens) * tile_tokens / each
+        whole = each if tile_tokens == 1 else ceil(each / tile_tokens) * tile_tokens
+        total += one.elements * one.share(1) * whole / each
     return total
 
 

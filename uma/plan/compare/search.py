@@ -16,10 +16,10 @@ from uma.units import format_gib
 from uma.workload import Engine
 
 if TYPE_CHECKING:
-    from uma.plan.compare.training import TrainingSubject
+    from uma.plan.compare.training_subject import TrainingSubject
 
 Preference = Literal["quality", "speed", "price", "context"]
-Trainer = Literal["peft", "deepspeed", "fsdp"]
+Trainer = Literal["uma", "deepspeed", "fsdp"]
 WIDTHS = (16, 8, 6, 5, 4, 3, 2)
 SHOWN = 12
 

@@ -1,123 +1,37 @@
 """Training on one machine: of all recipes the best that fits, and why better ones do not."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from uma.architecture.layers import Architecture
-from uma.checkpoint.source import ModelSource
-from uma.engines.torch_model import Model, weights_bytes
+from uma.catalog import gpus
 from uma.frozen import dataclass
-from uma.ledger import Verdict, peak
-from uma.machine import budget_of, verdict
-from uma.memory.adapters import adapters
-from uma.memory.reads import WeightReads
-from uma.memory.term import MemoryTerm
-from uma.memory.weights import weight_bytes
+from uma.ledger import Verdict
+from uma.machine import Machine, default_reserve_bytes, verdict
 from uma.plan.compare.candidates import Candidate
 from uma.plan.compare.discrete import host_room_bytes
 from uma.plan.compare.plans import Plan, no_prompt
 from uma.plan.compare.recipes import (
     GIVES_UP,
-    Kind,
     Place,
     Recipe,
     mlx_recipes,
     torch_recipes,
 )
+from uma.plan.compare.training_subject import TrainingSubject
+from uma.plan.compare.unified import with_raised_limit
 from uma.plan.training_case import TrainingCase
-from uma.plan.training_places import Places, places
-from uma.quantization import Quantization
 from uma.speed.processor import processors_of
 from uma.speed.rate import NotKnown, Rate
-from uma.speed.stored import even_reads
 from uma.speed.training import HostMemory, training_tps
 from uma.units import format_gib
-from uma.workload import TrainingWorkload
 
 if TYPE_CHECKING:
     from uma.plan.compare.search import Wanted
 
-T = TypeVar("T")
 NO_DISK_RATE = NotKnown("how fast the host's disk is is not told: --disk-bandwidth GB/s")
+AMPERE = 2020  # the year of the first card of NVIDIA that has bfloat16
 NO_LINK = NotKnown("the link between host and card is not known")
-_UNIT = 10**9  # bytes of weights; of a training only the numbers of elements matter
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingSubject:
-    """A model and how it is to be trained; what was computed for one machine serves the next."""
-
-    source: ModelSource
-    architecture: Architecture
-    workload: TrainingWorkload
-    kind: Kind
-    known: dict[Any, Any] = field(default_factory=dict)
-
-    @property
-    def trained_elements(self) -> int:
-        if self.workload.method == "full":
-            return self.architecture.num_parameters
-        return self._once("trained", self._adapter_elements)
-
-    def _adapter_elements(self) -> int:
-        return sum(adapter.size for adapter in adapters(self.architecture, self.workload))
-
-    @property
-    def reads(self) -> WeightReads:
-        return self._once("reads", lambda: even_reads(self.architecture, _UNIT))
-
-    def case(self, recipe: Recipe, candidate: Candidate) -> TrainingCase:
-        machine = candidate.machine
-        return TrainingCase(
-            self.architecture,
-            machine,
-            budget_of(machine),
-            recipe.engine,
-            recipe.workload,
-            self._weights(recipe.bits) if recipe.engine == "mlx" else None,
-            settings=recipe.settings,
-            trainer="uma" if recipe.own else "mlx_lm",
-        )
-
-    def needed_bytes(self, case: TrainingCase) -> tuple[int, int]:
-        """What each device holds at the worst moment, and without the pool of freed blocks.
-
-        What MLX computes does not depend on how many bits quantized weights have.
-        """
-        asked, weights = case.workload, 0
-        if case.weights is not None:
-            weights = case.weights.size_bytes
-            asked = replace(asked, quantized="quantized" if asked.quantized else "")
-
-        def make() -> tuple[int, int]:
-            terms = case.terms()
-            least = [term for term in terms if term.name != "buffer_pool"]
-            return peak(terms)[1] - weights, peak(least)[1] - weights
-
-        key = (asked, case.settings, case.trainer, case.machine.backend)
-        most, least = self._once(key, make)
-        return most + weights, least + weights
-
-    def places(self, case: TrainingCase) -> Places:
-        return self._once(("places", case.workload, case.settings), lambda: places(case))
-
-    def weights_bytes(self, case: TrainingCase) -> int:
-        """Of the whole model, as it is held."""
-        if case.weights is not None:
-            return case.weights.size_bytes
-        model = Model(self.architecture, case.workload, case.settings)
-        key = ("weights", case.workload.quantized, case.settings)
-        return self._once(key, lambda: weights_bytes(model))
-
-    def _weights(self, bits: int) -> MemoryTerm:
-        held = Quantization(bits, 64) if bits < 16 else None
-        return self._once(("weights", bits), lambda: weight_bytes(self.architecture, held))
-
-    def _once(self, key: Any, make: Callable[[], T]) -> T:
-        if key not in self.known:
-            self.known[key] = make()
-        return cast(T, self.known[key])
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +107,9 @@ def _recipes(subject: TrainingSubject, candidate: Candidate) -> Iterator[Recipe]
     machine, host = candidate.machine, candidate.host
     if machine.backend == "metal" or machine.kind == "host":
         if subject.architecture.module is not None and candidate.number == 1:
-            yield from mlx_recipes(subject.workload, subject.kind)
+            stored = subject.stored_bits
+            recipes = mlx_recipes(subject.workload, subject.kind)
+            yield from (one for one in recipes if stored in (None, one.bits))
         return
     if len({device.name for device in machine.devices}) > 1:
         return  # of different cards the slowest and the smallest would decide
@@ -211,7 +127,7 @@ def _plan(
     need, devices, budget = _need(subject, case), case.machine_devices, case.budget
     found, short, of = _lacking(candidate, case, need)
     weights = subject.weights_bytes(case)
-    return Plan(
+    plan = Plan(
         technique=recipe.technique,
         engine="mlx" if recipe.engine == "mlx" else "transformers",
         format=recipe.format,
@@ -224,18 +140,24 @@ def _plan(
         verdict=found,
         decode=rate,
         prompt_of=no_prompt,
-        notes=tuple(_notes(recipe, need, case.room_bytes)),
+        notes=(*_notes(recipe, need, case.room_bytes), *_without_bfloat16(case.machine)),
         short_bytes=short,
         short_of=of,
         quality=recipe.quality,
         recipe=recipe,
     )
+    return with_raised_limit(plan, case.machine) if found == "exceeds" else plan
 
 
 def _need(subject: TrainingSubject, case: TrainingCase) -> _Need:
-    """What lies where. A paged optimizer's states are on the host as far as there is no room."""
-    devices = case.machine_devices
-    (device, least), beside = subject.needed_bytes(case), subject.places(case)
+    """What lies where. A paged optimizer's states are on the host as far as there is no room.
+
+    Where MLX's weights have no room, what is computed with them is not looked at: it takes long.
+    """
+    devices, beside = case.machine_devices, subject.places(case)
+    if _by_weights(case):
+        return _Need(beside.device_bytes, beside.device_bytes)
+    device, least = subject.needed_bytes(case)
     if not case.workload.optimizer.startswith("paged"):
         return _Need(device, least, beside.host_bytes * devices, beside.disk_bytes * devices)
     states = beside.host_bytes
@@ -243,6 +165,12 @@ def _need(subject: TrainingSubject, case: TrainingCase) -> _Need:
         return _Need(device + states, least + states)
     kept = max(0, min(states, case.budget.budget_bytes // devices - device))
     return _Need(device + kept, least, (states - kept) * devices, 0, states - kept)
+
+
+def _by_weights(case: TrainingCase) -> bool:
+    """Whether MLX's weights alone are more than any limit of the machine could hold."""
+    most = case.machine.memory_bytes - default_reserve_bytes(case.machine)
+    return case.weights is not None and case.weights.size_bytes > max(most, case.room_bytes)
 
 
 def _lacking(candidate: Candidate, case: TrainingCase, need: _Need) -> tuple[Verdict, int, str]:
@@ -259,7 +187,8 @@ def _lacking(candidate: Candidate, case: TrainingCase, need: _Need) -> tuple[Ver
     )
     needed, room, where = max(rooms, key=lambda one: one[0] - one[1])
     if needed > room:
-        return "exceeds", needed - room, f"{where}, {format_gib(room)}"
+        of = f"{where}, {format_gib(room)}{', by the state alone' if _by_weights(case) else ''}"
+        return "exceeds", needed - room, of
     found = verdict(need.device_bytes * devices, case.budget)
     return "tight" if found == "exceeds" else found, 0, ""
 
@@ -303,6 +232,13 @@ def _paged(rate: Rate | NotKnown, case: TrainingCase, moved_bytes: int) -> Rate 
         return tokens / (tokens / tps + waited_s)
 
     return replace(rate, low=beside(rate.low), best=beside(rate.best), high=beside(rate.high))
+
+
+def _without_bfloat16(machine: Machine) -> tuple[str, ...]:
+    names = {device.name for device in machine.devices}
+    old = any(row.name in names and row.vendor == "NVIDIA" and row.year < AMPERE for row in gpus())
+    note = "no bfloat16 before Ampere: float16 takes as much, and needs its losses scaled"
+    return (note,) if old else ()
 
 
 def _notes(recipe: Recipe, need: _Need, room_bytes: int) -> Iterator[str]:

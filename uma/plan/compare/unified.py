@@ -158,19 +158,32 @@ def _raised(subject: Subject, asked: Asked, machine: Machine) -> Plan | None:
         return None
     limit = machine.limit_high_bytes or machine.limit_bytes
     value = smallest_wired_limit_mb(limit + asked.excess_bytes(asked.workload, limit)) * MIB
-    left = machine.memory_bytes - value
-    if value <= limit or left < default_reserve_bytes(machine):
+    if value <= limit or machine.memory_bytes - value < default_reserve_bytes(machine):
         return None
     changed = subject.case(asked.engine, asked.bits, with_gpu_limit(machine, value))
     assert changed is not None
     plan = _plan(subject, changed, "raised wired limit")
-    if not plan.runs:
-        return None
+    return _tight(plan, machine, value) if plan.runs else None
+
+
+def with_raised_limit(plan: Plan, machine: Machine) -> Plan:
+    """``plan``, which exceeds, with a raised GPU limit if that is a Mac's that holds it then."""
+    value = smallest_wired_limit_mb(plan.device_bytes) * MIB
+    left = machine.memory_bytes - value
+    if machine.backend != "metal" or left < default_reserve_bytes(machine):
+        return plan
+    raised = replace(plan, technique=f"{plan.technique}, raised wired limit", short_bytes=0)
+    return _tight(raised, machine, value)
+
+
+def _tight(plan: Plan, machine: Machine, limit_bytes: int) -> Plan:
+    """It needs a setting that the next restart takes back."""
+    left = format_gib(machine.memory_bytes - limit_bytes)
     return replace(
         plan,
         verdict="tight",
-        options=(f"sudo sysctl iogpu.wired_limit_mb={value // MIB}",),
-        notes=(f"leaves {format_gib(left)} to the system", *plan.notes),
+        options=(f"sudo sysctl iogpu.wired_limit_mb={limit_bytes // MIB}",),
+        notes=(f"leaves {left} to the system", *plan.notes),
     )
 
 

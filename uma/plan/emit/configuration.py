@@ -83,15 +83,9 @@ def _llama_cpp(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
     if plan.technique == "raised wired limit":
         yield f"# the GPU's limit has to be raised first: {plan.options[0]}"
     if len(machine.devices) > 1:
-        case = subject.other("llama.cpp", plan.bits, machine)
-        assert case is not None
-        memory = [device.memory_bytes for device in machine.devices]
-        split = (subject.architecture, case.format, workload, case.settings, memory)
-        yield "# -sm layer: whole layers on each card, by the cards' memory, the head on the last;"
-        cards = [
-            f"{one.layers} layers, {format_gib(one.size_bytes)}" for one in split_by_layers(*split)
-        ]
-        yield f"# of weights, cache and computation: {'; '.join(cards)}"
+        yield "# -sm layer: whole layers on each card, by the cards' memory, the head on the last"
+        if plan.technique == "split by layers":
+            yield from _split(subject, row, plan)
         options += ["-sm", "layer"]
     sequences = workload.batch_size
     total = sequences * workload.context_tokens
@@ -104,6 +98,20 @@ def _llama_cpp(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
     arguments = ["llama-server", "-m", file, *(options or ["-ngl", "999"])]
     arguments += ["-c", str(total), "-np", str(sequences), "-fa", "on"]
     yield shlex.join(arguments)
+
+
+def _split(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
+    """What each card holds."""
+    machine = row.candidate.machine
+    case = subject.other("llama.cpp", plan.bits, machine)
+    assert case is not None
+    memory = [device.memory_bytes for device in machine.devices]
+    cards = split_by_layers(
+        subject.architecture, case.format, subject.workload, case.settings, memory
+    )
+    for number, card in enumerate(cards):
+        size = format_gib(card.size_bytes)
+        yield f"# card {number}: {card.layers} layers, {size} of weights, cache and computation"
 
 
 def _mlx(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:

@@ -49,6 +49,17 @@ class Training:
     settings: Settings = DEFAULTS
 
     @property
+    def mixes(self) -> bool:
+        """Whether products are in fewer bits than weights.
+
+        FSDP makes float32 of trained weights where it does (accelerate 1.15, ``utils/
+        fsdp_utils.py``, ``fsdp2_prepare_model``), which a plan with all in 16 bits has no room for.
+        """
+        asked = self.workload
+        held = asked.sharding.fsdp and asked.method == "full" and self.settings.weight_width != 4
+        return asked.dtype != "float32" and not held
+
+    @property
     def prepares(self) -> bool:
         return bool(self.workload.quantized) and self.settings.prepare_kbit
 
@@ -150,7 +161,7 @@ def _arguments(training: Training) -> Iterator[str]:
     if optimizer == "adamw_torch" and not training.settings.foreach:
         optimizer = "adamw_torch_fused"  # makes nothing beside its states
     yield f'optim="{optimizer}",'
-    if asked.dtype != "float32":
+    if training.mixes:
         yield f"{MIXED[asked.dtype]}=True,  # what is multiplied"
     if asked.loss == "fused":
         yield "use_liger_kernel=True,  # logits in slices (pip install liger-kernel)"

@@ -30,7 +30,12 @@ def training_configuration(target: TrainingTarget, training: Training) -> str:
 
 
 def _fsdp(training: Training) -> Iterator[str]:
-    """accelerate's file for FSDP 2, which shards each parameter by itself."""
+    """accelerate's file: FSDP 2, which shards each parameter by itself, and FSDP 1 for adapters.
+
+    Both make float32 of trained weights where they mix precision (``utils/fsdp_utils.py``,
+    ``fsdp2_prepare_model``). For adapters it is what PEFT documents and the plan counts with
+    (``docs/source/accelerate/fsdp.md``).
+    """
     asked = training.workload
     spread = asked.sharding
     if spread.zero_stage not in (2, 3) or spread.data == 1:
@@ -47,14 +52,25 @@ def _fsdp(training: Training) -> Iterator[str]:
     yield "# accelerate launch --config_file THIS_FILE train.py, with the script of --emit peft"
     yield "compute_environment: LOCAL_MACHINE"
     yield "distributed_type: FSDP"
-    yield f"mixed_precision: {MIXED[asked.dtype]}"
+    if training.mixes:
+        yield f"mixed_precision: {MIXED[asked.dtype]}  # trained weights are held in float32"
+    else:
+        yield "mixed_precision: 'no'  # else trained weights would be made float32"
     yield "num_machines: 1"
     yield f"num_processes: {spread.data}  # one for each device"
     yield "fsdp_config:"
-    yield "  fsdp_version: 2"
+    full = asked.method == "full"
+    yield f"  fsdp_version: {2 if full else 1}"
     yield "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP  # a layer is gathered at a time"
-    whole = "gathered again for the backward pass" if spread.zero_stage == 3 else "kept whole"
-    yield f"  fsdp_reshard_after_forward: {flag[spread.zero_stage == 3]}  # parameters are {whole}"
+    if full:
+        whole = "gathered again for the backward pass" if spread.zero_stage == 3 else "kept whole"
+        reshard = flag[spread.zero_stage == 3]
+        yield f"  fsdp_reshard_after_forward: {reshard}  # parameters are {whole}"
+    else:
+        strategy = "FULL_SHARD" if spread.zero_stage == 3 else "SHARD_GRAD_OP"
+        yield f"  fsdp_sharding_strategy: {strategy}"
+        yield "  fsdp_use_orig_params: false"
+        yield "  fsdp_sync_module_states: true"
     yield f"  fsdp_offload_params: {flag[bool(spread.offload_parameters)]}  # with states"
     yield f"  fsdp_activation_checkpointing: {flag[bool(asked.grad_checkpoint)]}"
     yield "  fsdp_cpu_ram_efficient_loading: true  # one process reads the file for all"

@@ -11,6 +11,7 @@ Doc = Mapping[str, Any]
 
 VERDICT_COLORS = {"fits": "#2a7f62", "tight": "#c98a00", "exceeds": "#b3403a", "unknown": "#777777"}
 MOST_ROWS = 40
+PICTURE_WIDTH = 520
 
 
 def altair() -> Any:
@@ -299,6 +300,8 @@ def pictures(found: Doc, kind: str) -> dict[str, bytes]:
     made = {}
     for name, chart in charts(found).items():
         spec = chart.to_dict()
+        if spec.get("width") == "container":  # there is none around a picture
+            spec["width"] = PICTURE_WIDTH
         if kind == "svg":
             made[name] = convert.vegalite_to_svg(spec).encode("utf-8")
         else:

@@ -118,8 +118,9 @@ def is_lost(found: Kept) -> bool:
 
 
 def described(found: Kept) -> str:
-    """The two figures in words."""
-    return f"keeps {found.share:.0%} of what the adapter does, with an error of {found.error:.0%}"
+    """The two figures in words; what is drowned by rounding may even point away."""
+    share = max(found.share, 0.0)
+    return f"keeps {share:.0%} of what the adapter does, with an error of {found.error:.0%}"
 
 
 Alternatives = Mapping[str, tuple[Kept, int]]

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ PARENT = "UMA_TRAINING_PARENT"
 TERMINAL = "UMA_TRAINING_TERMINAL"
 TAIL = 64 << 10
 SAMPLE_S = 1.0
+LAST_WORDS_S = 5.0  # what a tracker of --report-to left behind may hold the pipes for ever
 SWAPPING_BYTES = 1 << 30
 """Growth of swap from which training is taken to wait for the disk: our judgment."""
 
@@ -44,7 +44,6 @@ class Samples:
 
     last_bytes: int | None = None
     peak_bytes: int | None = None
-    last_time: float | None = None
     swap_growth_bytes: int = 0
 
 
@@ -113,7 +112,9 @@ def cause_of(ended: Ended) -> Cause | None:
     found = explain(ended.errors, swap_growth_bytes=ended.samples.swap_growth_bytes)
     if found is not None:
         return Cause(found.cause, found.text, found.remedy, found.quote)
-    if not killed or (ended.asked_to_stop and number in (signal.SIGINT, signal.SIGTERM, 1)):
+    if not killed or (
+        ended.asked_to_stop and number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ):
         return None
     if number == signal.SIGKILL:
         return _killed(ended.out_of_memory_kills)
@@ -216,7 +217,7 @@ class _Watch:
                 code = self.child.wait(SAMPLE_S)
                 break
         for thread in self._threads:
-            thread.join()
+            thread.join(LAST_WORDS_S)
         return code
 
     def _sample(self, swap_before: int) -> None:
@@ -224,7 +225,7 @@ class _Watch:
         if found is None:
             return
         samples = self.samples
-        samples.last_bytes, samples.last_time = found, time.time()
+        samples.last_bytes = found
         samples.peak_bytes = max(samples.peak_bytes or 0, found)
         grown = _swap_bytes() - swap_before
         if samples.swap_growth_bytes < SWAPPING_BYTES <= grown:

@@ -1,0 +1,110 @@
+"""The model that is trained on machine after machine: what each way needs is worked out once."""
+
+from collections.abc import Callable
+from dataclasses import field, replace
+from typing import Any, TypeVar, cast
+
+from uma.architecture.layers import Architecture
+from uma.checkpoint.source import ModelSource
+from uma.engines.torch_model import Model, weights_bytes
+from uma.frozen import dataclass
+from uma.ledger import peak
+from uma.machine import budget_of
+from uma.memory.adapters import adapters
+from uma.memory.reads import WeightReads
+from uma.memory.term import MemoryTerm
+from uma.memory.weights import weight_bytes
+from uma.plan.compare.candidates import Candidate
+from uma.plan.compare.recipes import Kind, Recipe
+from uma.plan.training_case import TrainingCase
+from uma.plan.training_places import Places, places
+from uma.quantization import Quantization, quantization_of_config
+from uma.speed.stored import even_reads
+from uma.workload import TrainingWorkload
+
+T = TypeVar("T")
+_UNIT = 10**9  # bytes of weights; of a training only the numbers of elements matter
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSubject:
+    """A model and how it is to be trained; what was computed for one machine serves the next."""
+
+    source: ModelSource
+    architecture: Architecture
+    workload: TrainingWorkload
+    kind: Kind
+    known: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def stored_bits(self) -> int | None:
+        """The only width that MLX has the weights in, if that is so; GGUF can be dequantized."""
+        stored = quantization_of_config(self.source.config or {})
+        if stored is None or (self.kind == "full" and self.source.kind in ("gguf", "default")):
+            return None
+        return stored.default.bits
+
+    @property
+    def trained_elements(self) -> int:
+        if self.workload.method == "full":
+            return self.architecture.num_parameters
+        return self._once("trained", self._adapter_elements)
+
+    def _adapter_elements(self) -> int:
+        return sum(adapter.size for adapter in adapters(self.architecture, self.workload))
+
+    @property
+    def reads(self) -> WeightReads:
+        return self._once("reads", lambda: even_reads(self.architecture, _UNIT))
+
+    def case(self, recipe: Recipe, candidate: Candidate) -> TrainingCase:
+        machine = candidate.machine
+        return TrainingCase(
+            self.architecture,
+            machine,
+            budget_of(machine),
+            recipe.engine,
+            recipe.workload,
+            self._weights(recipe.bits) if recipe.engine == "mlx" else None,
+            settings=recipe.settings,
+            trainer="uma" if recipe.own else "mlx_lm",
+        )
+
+    def needed_bytes(self, case: TrainingCase) -> tuple[int, int]:
+        """What each device holds at the worst moment, and without the pool of freed blocks.
+
+        What MLX computes does not depend on how many bits quantized weights have.
+        """
+        asked, weights = case.workload, 0
+        if case.weights is not None:
+            weights = case.weights.size_bytes
+            asked = replace(asked, quantized="quantized" if asked.quantized else "")
+
+        def make() -> tuple[int, int]:
+            terms = case.terms()
+            least = [term for term in terms if term.name != "buffer_pool"]
+            return peak(terms)[1] - weights, peak(least)[1] - weights
+
+        key = (asked, case.settings, case.trainer, case.machine.backend)
+        most, least = self._once(key, make)
+        return most + weights, least + weights
+
+    def places(self, case: TrainingCase) -> Places:
+        return self._once(("places", case.workload, case.settings), lambda: places(case))
+
+    def weights_bytes(self, case: TrainingCase) -> int:
+        """Of the whole model, as it is held."""
+        if case.weights is not None:
+            return case.weights.size_bytes
+        model = Model(self.architecture, case.workload, case.settings)
+        key = ("weights", case.workload.quantized, case.settings)
+        return self._once(key, lambda: weights_bytes(model))
+
+    def _weights(self, bits: int) -> MemoryTerm:
+        held = Quantization(bits, 64) if bits < 16 else None
+        return self._once(("weights", bits), lambda: weight_bytes(self.architecture, held))
+
+    def _once(self, key: Any, make: Callable[[], T]) -> T:
+        if key not in self.known:
+            self.known[key] = make()
+        return cast(T, self.known[key])
