@@ -188,6 +188,8 @@ def by_accelerate(text: str) -> dict[str, Any]:
     arguments, config, _ = _validate_launch_command(launch_command_parser().parse_args(command))
     before = dict(os.environ)
     os.environ |= prepare_multi_gpu_env(arguments)
+    # FSDP 1 looks for a card to send what one process has read to the others.
+    os.environ |= {"FSDP_SYNC_MODULE_STATES": "false", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
     plugin = accelerate.FullyShardedDataParallelPlugin()
     os.environ.clear()
     os.environ |= before

@@ -4,23 +4,26 @@ A table follows a comment with its name, such as ``<!-- table: weights -->``. Th
 articles that the page quotes are constants here.
 """
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from uma.architecture import architecture_from_config  # noqa: E402
 from uma.architecture.layers import Architecture  # noqa: E402
 from uma.catalog import model_config  # noqa: E402
 from uma.checkpoint.free_names import find_free  # noqa: E402
+from uma.engines.mlx_training import training_terms  # noqa: E402
 from uma.engines.torch_model import Settings  # noqa: E402
-from uma.ledger import phase_totals  # noqa: E402
+from uma.ledger import peak, phase_totals  # noqa: E402
 from uma.machine import budget_of  # noqa: E402
 from uma.machine.named import machine_named  # noqa: E402
 from uma.memory.optimizer_states import mlx_states, torch_states  # noqa: E402
@@ -390,6 +393,41 @@ def _eight_cards() -> Iterator[tuple[str, ...]]:
     )
 
 
+def mlx_measured_table() -> Iterator[tuple[str, ...]]:
+    """The runs of mlx-lm's own trainer that ``bench_training_memory.py`` recorded."""
+    from models import CONFIGS
+
+    yield "layers", "runs", "median error", "within 10 %", "from", "to"
+    measured = json.loads((ROOT / "tests/data/training_memory_mlx.json").read_text("utf-8"))
+    errors: dict[str, list[float]] = {}
+    for row in measured["rows"]:
+        architecture = architecture_from_config(CONFIGS[row["kind"]])
+        workload = TrainingWorkload(
+            method=row["method"],
+            num_layers=None,
+            batch_size=2,
+            max_seq_length=row["length"],
+            grad_checkpoint=int(row["checkpoint"]),
+            dtype="float32",
+        )
+        weights = weight_bytes(architecture, None, 4)
+        found = peak(training_terms(architecture, weights, workload, backend="cpu"))[1]
+        errors.setdefault(KINDS[row["kind"]], []).append(found / row["peak_bytes"] - 1)
+    for kind, off in errors.items():
+        within = sum(abs(error) < 0.1 for error in off)
+        middle = f"{median(map(abs, off)):.1%}"
+        yield kind, str(len(off)), middle, str(within), f"{min(off):+.0%}", f"{max(off):+.0%}"
+
+
+KINDS = {
+    "full": "dense",
+    "sliding": "sliding windows",
+    "latent": "latent attention",
+    "moe": "experts",
+    "recurrent": "Mamba-2",
+    "hybrid": "gated delta rule and attention",
+}
+
 TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
     "weights": weights_table,
     "trained": trained_table,
@@ -397,6 +435,7 @@ TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
     "logits": logits_table,
     "checkpointing": checkpointing_table,
     "mlx": mlx_table,
+    "mlx_measured": mlx_measured_table,
     "sharding": sharding_table,
     "parallel": parallel_table,
     "rules": rules_table,

@@ -297,6 +297,10 @@ def test_a_longer_context_can_be_kept_room_for(capsys: pytest.CaptureFixture[str
     assert main([*command.split(), "--min-context", "128k"]) == 0
     text = capsys.readouterr().out
     assert "at 8,192 tokens of context with room for 131,072, one request" in text
+    own = [*command.split(), "--min-context", "128k", "--price", "h100=9", "--host-price", "1"]
+    assert main(own) == 0
+    said = "cheapest with 10 tokens/s and room for 131,072: h100, US$ 10 user"
+    assert said in capsys.readouterr().out
 
 
 def test_each_node_of_several_macs_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,18 +66,21 @@ def test_verdicts_under_raised_limits_are_those_of_uma_estimate_with_that_limit(
     scope = Scope(tuple(listed_models("glm-4.5")), (), (8192,))
     machine = "mac-studio-m4-max-128"
     (found,) = machine_reports([Named(machine, machine_of(machine))], scope)
-    seen = set()
+    seen: set[str] = set()
+    changed = 0
     for row in found.rows:
         for cell in row.cells:
             at = cell.at[0]
             seen |= set(at.verdicts)
             if len(set(at.verdicts)) == 1:
                 continue
+            changed += 1
             for limit, verdict in zip(found.budget.limits[1:], at.verdicts[1:], strict=True):
                 words = [row.model, "--machine", machine, "--bits", cell.bits, "-c", 8192]
                 told = said(capsys, *words, "--gpu-limit", f"{limit.wired_limit_mb}MiB")
                 assert told["verdict"] == verdict
                 assert told["budget_bytes"] == limit.budget_bytes
+    assert changed
     assert seen == {"fits", "tight", "exceeds"}
 
 
@@ -173,21 +176,21 @@ def test_a_row_of_the_fine_tuning_map_is_what_uma_estimate_says(
 
 
 def test_the_best_of_a_context_is_the_largest_model_that_fits_in_4_bits_or_more() -> None:
-    found = report(AIR)
-    sizes = {model.name: model.parameters or 0 for model in listed_models("gemma-3")}
-    for best in found.best:
-        fitting = [
-            (sizes[row.model], cell.bits)
-            for row in found.rows
-            for cell in row.cells
-            for at in cell.at
-            if cell.bits >= 4
-            and at.context_tokens == best.context_tokens
-            and at.verdicts[best.limit] == "fits"
-        ]
-        assert best.model is not None
-        assert (sizes[best.model], best.bits) == max(fitting)
-        assert best.formats == len(fitting)
+    listed = tuple(listed_models("gemma-3"))
+    scope = Scope(listed, (), (32_768,), widths=(8, 4, 3))
+    sizes = {model.name: model.parameters or 0 for model in listed}
+    (found,) = machine_reports([Named("m", machine_of("mac-mini-m4-24"))], scope)
+    (best,) = found.best
+    fitting = [
+        (sizes[row.model], cell.bits)
+        for row in found.rows
+        for cell in row.cells
+        if cell.at[0].verdict == "fits"
+    ]
+    wide = [one for one in fitting if one[1] >= 4]
+    assert best.model is not None
+    assert (sizes[best.model], best.bits) == max(wide) < max(fitting)  # the largest needs 3 bits
+    assert best.formats == len(wide)
 
 
 def test_machines_of_one_kind_share_what_is_worked_out_and_do_not_mix_it_up() -> None:

@@ -160,14 +160,19 @@ def test_hostile_names_of_models_end_no_script_and_no_attribute() -> None:
     from uma.report.capacity.markdown import markdown
     from uma.report.capacity.page import page
 
-    hostile = "</script><b onclick='x'>\"'<!--" + HOSTILE
+    hostile = "</script ><b onclick='x'>\"'<!--" + HOSTILE
     found = json.loads(shown("json").replace("qwen3-0.6b", json.dumps(hostile)[1:-1]))
-    made = Page(page(found))
+    html = page(found)
+    made = Page(html)
     scripts = [attributes for tag, attributes in made.elements if tag == "script"]
     assert len(scripts) == len([tag for tag, _ in Page(shown("html")).elements if tag == "script"])
     tags = {tag for tag, attributes in made.elements if "onclick" in attributes}
     assert not tags | ({tag for tag, _ in made.elements} & {"b", "img"})
     assert hostile in made.text
+    ends = r'(?is)<script type="application/json"[^>]*>(.*?)</script'  # as a browser finds the end
+    told = [json.loads(text) for text in re.findall(ends, html)]
+    assert told
+    assert hostile in json.dumps(told, ensure_ascii=False).replace('\\"', '"')
     assert "<b" not in markdown(found)
 
 
@@ -253,6 +258,15 @@ def test_a_bundle_that_is_none_is_refused_by_its_name(
     (tmp_path / "one.json").write_text(text)
     assert main(["report", "--fleet", str(tmp_path), "--filter", "gemma-3-1b"]) == 1
     assert "one.json" in capsys.readouterr().err
+
+
+def test_a_bundle_larger_than_any_is_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open(tmp_path / "one.json", "wb") as file:
+        file.truncate(1 << 30)
+    assert main(["report", "--fleet", str(tmp_path)]) == 1
+    assert "larger than any bundle" in capsys.readouterr().err
 
 
 def test_a_fleet_is_bundles_and_lists_of_names_side_by_side(

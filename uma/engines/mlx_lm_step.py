@@ -10,7 +10,6 @@ from uma.engines.mlx_attention import FLOAT32, rms_norm
 from uma.engines.mlx_layers import LayerProgram
 from uma.engines.mlx_updates import UPDATES
 from uma.memory.adapters import trained_layers
-from uma.memory.compile_fuse import fused, simplified
 from uma.memory.mlx_program import Program, Value
 from uma.workload import Backend, TrainingWorkload
 
@@ -19,9 +18,7 @@ def step_bytes(architecture: Architecture, workload: TrainingWorkload, backend: 
     """The peak of a step above the parameters, gradients and states that are there before."""
     p = Program()
     roots = step_roots(p, architecture, workload, backend)
-    operations, numbers = simplified(p.operations, p.layouts, [x.number for x in roots])
-    p.operations = fused(operations, p.layouts, numbers)
-    return p.most_of(numbers, backend) - sum(x.nbytes for x in p.sources)
+    return p.compiled_most(roots, backend) - sum(x.nbytes for x in p.sources)
 
 
 def forward_bytes(architecture: Architecture, workload: TrainingWorkload, backend: Backend) -> int:

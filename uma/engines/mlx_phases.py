@@ -391,6 +391,8 @@ def _tapes(
         seen = generation.layer_call(index, call)
         own[index] = generation.tape(layers[index][1], seen, grown.get(index, 0))
     tapes = [own[index] for index in firsts]
+    if not tapes:  # of a single layer whose output nothing needs
+        return []
     last, layer = layers[len(tapes) - 1]
     if layer is not generation.architecture.kinds[last]:  # only a part of it runs
         seen = generation.layer_call(last, call)

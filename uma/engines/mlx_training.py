@@ -17,8 +17,7 @@ from uma.workload import Backend, TrainingWorkload
 
 ALL_REDUCE_BYTES = 32 << 20  # nn/utils.py, average_gradients: gradients joined for one message
 OPTIMIZER_SCALARS = 12  # optimizers.py: the step in uint64, the learning rate in float32
-SIMULATED = 3  # trained layers of a step that is laid out; more of them are extrapolated
-SIMULATED_MORE = 4  # where the order of evaluation settles later
+SIMULATED = 4  # trained layers of a step that is laid out; more of them are extrapolated
 STEP_SOURCE = "arrays of one step in MLX's order of evaluation"
 
 
@@ -112,20 +111,20 @@ def training_terms(
 def extrapolated(architecture: Architecture, workload: TrainingWorkload, backend: Backend) -> int:
     """Bytes of a step above what exists before it.
 
-    A step of many trained layers is laid out for fewer of them, whole periods of their kinds, and
-    continued in a straight line: each layer adds the same, a checkpointed one its input.
+    A step of many trained layers is laid out for few of them, whole periods of their kinds, and
+    continued in a straight line from one period on: on Metal a layer more or less may end where a
+    command buffer is closed. A checkpointed layer adds its input.
     """
     trained = len(trained_layers(architecture, workload))
     period = _period(architecture.layers)
-    settled = workload.grad_checkpoint == 0 and workload.method != "full"
-    count = period * max(1, (SIMULATED if settled else SIMULATED_MORE) // period)
-    if trained <= count + period:
+    count = period * max(2, SIMULATED // period)
+    if trained <= count:
         return step_bytes(architecture, workload, trained, backend)
-    more = step_bytes(architecture, workload, count + period, backend)
-    each = _input_bytes(architecture, workload) * period
-    if not workload.grad_checkpoint:
-        each = more - step_bytes(architecture, workload, count, backend)
-    return more + each * (trained - count - period) // period
+    first, more = (step_bytes(architecture, workload, n, backend) for n in (period, count))
+    if workload.grad_checkpoint:
+        each = _input_bytes(architecture, workload)
+        return max(more + each * (trained - count), first + each * (trained - period))
+    return more + (more - first) * (trained - count) // (count - period)
 
 
 def _input_bytes(architecture: Architecture, workload: TrainingWorkload) -> int:

@@ -15,8 +15,8 @@ MAX_ARRAYS = 24  # max_compile_arrays
 NO_OPERATION = ("Copy", "StopGradient")
 # compile.cpp: is_unary, is_binary, is_ternary, is_broadcast
 _FUSED = """
-Abs AsType Ceil Cos Erf Exp Expm1 Floor Log Log1p LogicalNot Negative Round Sigmoid Sign Sin Square
-Sqrt Tanh Add Divide Equal Greater GreaterEqual Less LessEqual LogicalAnd LogicalOr LogAddExp
+Abs AsType Ceil Cos Cosh Erf Exp Expm1 Floor Log Log1p LogicalNot Negative Round Sigmoid Sign Sin
+Square Sqrt Tanh Add Divide Equal Greater GreaterEqual Less LessEqual LogicalAnd LogicalOr LogAddExp
 Maximum Minimum Multiply NotEqual Power Subtract Select Broadcast
 """
 FUSED = frozenset(_FUSED.split())
@@ -77,9 +77,10 @@ class _Node:
 
 def fused(
     operations: Sequence[Operation], layouts: list[Layout], roots: Sequence[int]
-) -> list[Operation]:
-    """Elementwise operations joined; ``layouts`` grows where a broadcast is made twice."""
-    return _Fusion(operations, layouts, roots).run()
+) -> tuple[list[Operation], list[int]]:
+    """Elementwise operations joined, and the arrays made twice, which ``layouts`` grows by."""
+    fusion = _Fusion(operations, layouts, roots)
+    return fusion.run(), fusion.copies
 
 
 @dataclass(slots=True)
@@ -96,6 +97,7 @@ class _Fusion:
         self, operations: Sequence[Operation], layouts: list[Layout], roots: Sequence[int]
     ) -> None:
         self.layouts, self.roots = layouts, set(roots)
+        self.copies: list[int] = []
         nodes = [_Node(operation, list(operation.inputs)) for operation in operations]
         self.maker = {i: node for node in nodes for i in node.operation.outputs}
         self.tape = list(self._depth_first(roots))
@@ -166,6 +168,7 @@ class _Fusion:
     def _split(self, i: int, node: _Node, kernel: _Kernel) -> tuple[int, _Node]:
         """A broadcast of its own for the kernel."""
         self.layouts.append(self.layouts[i])
+        self.copies.append(i)
         copy = len(self.layouts) - 1
         operation = Operation("Broadcast", node.operation.inputs, (copy,), node.operation.arguments)
         new = _Node(operation, list(node.inputs))

@@ -52,7 +52,7 @@ def _sigmoid(p: Program, step: Step, g: Value, _: int) -> Value:
 
 
 def _tanh(p: Program, step: Step, g: Value, _: int) -> Value:
-    return p.multiply(g, p.subtract(p.scalar(g.width), p.unary("Square", step.output)))
+    return p.divide(g, p.unary("Square", p.unary("Cosh", step.inputs[0])))
 
 
 def _softmax(p: Program, step: Step, g: Value, _: int) -> Value:

@@ -17,15 +17,14 @@ from uma.memory.liveness import (
     Graph,
     Operation,
     evaluation_order,
-    peak,
 )
 from uma.memory.metal_activations import MAX_OPERATIONS
 from uma.memory.mlx_gradients import GRADIENTS
+from uma.memory.mlx_plan import compiled_plan, peak_anywhere, structure_of
 from uma.workload import Backend
 
 Shape = tuple[int, ...]
 WAITING = max(MAX_OPERATIONS + 1, MAX_ACTIVE_TASKS * DISPATCHES_PER_TASK // 2)
-STARTS_APART = 2  # of the dispatches that a first task may hold already, those that are tried
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -350,33 +349,22 @@ class Program:
 
     def most(self, roots: Sequence[Value], backend: Backend) -> int:
         """The peak of evaluating ``roots``, sources included."""
-        return self.most_of([x.number for x in roots], backend)
+        graph = self._graph(self.operations, [x.number for x in roots])
+        return peak_anywhere(graph, evaluation_order(graph), backend)
 
-    def most_of(self, roots: Sequence[int], backend: Backend) -> int:
-        """The same by number."""
-        held = frozenset(x.number for x in self.sources) - self.passing
-        graph = Graph(
-            self.layouts,
-            tuple(self.operations),
-            tuple(x.number for x in self.sources),
-            tuple(roots),
-            held,
-        )
-        return peak_anywhere(graph, backend)
+    def compiled_most(self, roots: Sequence[Value], backend: Backend) -> int:
+        """The same of what ``mx.compile`` makes of it."""
+        plan = compiled_plan(structure_of(self, tuple(x.number for x in roots)))
+        for i in plan.copies:
+            self.layouts.append(self.layouts[i])
+        spaces = {o.outputs[0]: o for o in self.operations if o.workspace_bytes}
+        order = [spaces.get(o.outputs[0], o) for o in plan.order] if spaces else plan.order
+        return peak_anywhere(self._graph(order, plan.roots), order, backend)
 
-
-def peak_anywhere(graph: Graph, backend: Backend) -> int:
-    """The peak of evaluating ``graph``, wherever the first task begins.
-
-    On the CPU up to ten tasks of ten dispatches wait, and the first is begun already.
-    """
-    order = evaluation_order(graph)
-    if backend == "metal":
-        return peak(graph, order, backend).size_bytes
-    return max(
-        peak(graph, order, tasks_ahead=MAX_ACTIVE_TASKS, dispatched=start).size_bytes
-        for start in range(0, DISPATCHES_PER_TASK, STARTS_APART)
-    )
+    def _graph(self, operations: Sequence[Operation], roots: Sequence[int]) -> Graph:
+        sources = tuple(x.number for x in self.sources)
+        held = frozenset(sources) - self.passing
+        return Graph(self.layouts, tuple(operations), sources, tuple(roots), held)
 
 
 def broadcast(x: Shape, y: Shape) -> Shape:

@@ -12,9 +12,13 @@ prompts one matrix of the host at a time is copied to the card
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from uma.architecture.layers import Architecture
+from uma.architecture.remembered import remembered
+from uma.engines.llama_cpp import LlamaCpp
 from uma.engines.llama_cpp_cache import cells, kv_cache_bytes, state_bytes
 from uma.engines.llama_cpp_weights import Tensor, tensor_bytes
 from uma.plan.engine_case import EngineCase
+from uma.workload import Inference
 
 EXPERT_ROLES = frozenset({"ffn_up", "ffn_gate", "ffn_down"})
 
@@ -48,23 +52,30 @@ def best_offload(case: EngineCase) -> LayerOffload | None:
     return None
 
 
-def offloads(case: EngineCase) -> Iterator[LayerOffload]:
-    """Every way to leave something on the host: experts first, from the least to the most."""
+def offloads(case: EngineCase, whole_bytes: int | None = None) -> Iterator[LayerOffload]:
+    """Every way to leave something on the host: experts first, from the least to the most.
+
+    ``whole_bytes`` is what all of it needs on the card, where that is known already.
+    """
     sizes = tensor_bytes(case.architecture, case.format)
-    yield from _experts_on_host(case, sizes)
-    yield from _layers_on_card(case, sizes)
+    if whole_bytes is None:
+        whole_bytes = sum(term.size_bytes for term in case.terms(case.workload))
+    yield from _experts_on_host(case, sizes, whole_bytes)
+    yield from _layers_on_card(case, sizes, whole_bytes)
 
 
 def layer_bytes(case: EngineCase) -> list[int]:
     """Bytes of every layer's weights, cache and states."""
-    found = _caches_by_layer(case)
+    found = list(_caches_by_layer(case.architecture, case.workload, case.settings))
     for tensor, size in tensor_bytes(case.architecture, case.format):
         if tensor.layer is not None:
             found[tensor.layer] += size
     return found
 
 
-def _experts_on_host(case: EngineCase, sizes: list[tuple[Tensor, int]]) -> Iterator[LayerOffload]:
+def _experts_on_host(
+    case: EngineCase, sizes: list[tuple[Tensor, int]], whole: int
+) -> Iterator[LayerOffload]:
     """Experts of one layer, of two, ... of all layers on the host."""
     by_layer: dict[int, int] = {}
     for tensor, size in sizes:
@@ -72,7 +83,6 @@ def _experts_on_host(case: EngineCase, sizes: list[tuple[Tensor, int]]) -> Itera
             by_layer[tensor.layer] = by_layer.get(tensor.layer, 0) + size
     if not by_layer:
         return
-    whole = sum(term.size_bytes for term in case.terms(case.workload))
     copied = max(size for tensor, size in sizes if _is_expert(tensor))
     embeddings = _embedding_bytes(sizes)
     host = 0
@@ -88,7 +98,9 @@ def _experts_on_host(case: EngineCase, sizes: list[tuple[Tensor, int]]) -> Itera
         )
 
 
-def _layers_on_card(case: EngineCase, sizes: list[tuple[Tensor, int]]) -> Iterator[LayerOffload]:
+def _layers_on_card(
+    case: EngineCase, sizes: list[tuple[Tensor, int]], whole: int
+) -> Iterator[LayerOffload]:
     """All layers but one on the card, all but two, ... the head alone."""
     count = len(case.architecture.layers)
     weights, largest = [0] * count, [0] * count
@@ -97,8 +109,7 @@ def _layers_on_card(case: EngineCase, sizes: list[tuple[Tensor, int]]) -> Iterat
             weights[tensor.layer] += size
             largest[tensor.layer] = max(largest[tensor.layer], size)
     embeddings = _embedding_bytes(sizes)
-    caches = _caches_by_layer(case)
-    whole = sum(term.size_bytes for term in case.terms(case.workload))
+    caches = _caches_by_layer(case.architecture, case.workload, case.settings)
     host = copied = 0
     for layer in range(count):
         host += weights[layer] + caches[layer]
@@ -112,19 +123,21 @@ def _layers_on_card(case: EngineCase, sizes: list[tuple[Tensor, int]]) -> Iterat
         )
 
 
-def _caches_by_layer(case: EngineCase) -> list[int]:
+@remembered
+def _caches_by_layer(
+    architecture: Architecture, workload: Inference, settings: LlamaCpp
+) -> list[int]:
     """Bytes of every layer's cache and states."""
-    settings, workload = case.settings, case.workload
     sequences = max(settings.n_parallel, workload.batch_size)
     held = cells(
-        case.architecture,
+        architecture,
         workload.context_tokens,
         sequences,
         min(settings.n_ubatch, settings.n_batch),
         unified=settings.kv_unified,
         swa_full=settings.swa_full,
     )
-    alone = (replace(case.architecture, layers=(layer,)) for layer in case.architecture.layers)
+    alone = (replace(architecture, layers=(layer,)) for layer in architecture.layers)
     return [
         kv_cache_bytes(
             one,

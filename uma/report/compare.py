@@ -57,10 +57,15 @@ def _asked(found: Comparison) -> str:
         requests = f"{work.batch_size} requests at once, tokens/s of each"
     if work.kv_bits is not None:
         requests += f", KV cache in {work.kv_bits} bits"
-    room = ""
-    if subject.tokens != work.context_tokens:
-        room = f" with room for {work.context_tokens:,}"
-    return f"at {subject.tokens:,} tokens of context{room}, {requests}"
+    return f"at {subject.tokens:,} tokens of context{_room(found)}, {requests}"
+
+
+def _room(found: Comparison) -> str:
+    """What is kept beside the tokens at which the speed is looked at."""
+    subject = found.subject
+    if not isinstance(subject, Subject) or subject.tokens == subject.workload.context_tokens:
+        return ""
+    return f" with room for {subject.workload.context_tokens:,}"
 
 
 def _table(found: Comparison) -> str:
@@ -156,6 +161,7 @@ def _verdicts(found: Comparison) -> Iterator[str]:
         yield f"cheapest: {found.cheapest_reason}"
     else:
         one, fast = found.cheapest, f" with {wanted.min_tps:g} tokens/s" if wanted.min_tps else ""
+        fast += _room(found).replace(" with", " and" if fast else " with")
         spent = _offer(one)
         if wanted.use.hours is not None:
             spent = f"{spent_usd(one, wanted):,.0f} in {wanted.use.years:g} years"

@@ -125,5 +125,5 @@ def compiled(graph: Graph) -> Graph:
     """What ``mx.compile`` makes of it."""
     layouts = list(graph.arrays)
     operations, roots = simplified(graph.operations, layouts, graph.roots)
-    made = fused(operations, layouts, roots)
+    made, _ = fused(operations, layouts, roots)
     return Graph(layouts, tuple(made), graph.sources, tuple(roots), graph.held)

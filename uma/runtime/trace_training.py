@@ -20,8 +20,8 @@ from uma.engines.mlx_own_step import OwnStep, terms_of
 from uma.engines.mlx_training import training_terms
 from uma.errors import UnsupportedModel
 from uma.memory.array_layout import Layout, rows
-from uma.memory.liveness import Graph, Operation
-from uma.memory.mlx_program import peak_anywhere
+from uma.memory.liveness import Graph, Operation, evaluation_order
+from uma.memory.mlx_plan import peak_anywhere
 from uma.memory.term import MemoryTerm
 from uma.runtime.load import weights_bytes
 from uma.runtime.lora import attention
@@ -151,7 +151,7 @@ class TracedStep(OwnStep):
         if compile:
             graph = compiled(graph)
         before = sum(graph.arrays[i].nbytes for i in set(graph.sources))
-        return peak_anywhere(graph, self.backend) - before
+        return peak_anywhere(graph, evaluation_order(graph), self.backend) - before
 
 
 def _graph(events: list[Event], stand_ins: StandIns, passing: int | None) -> Graph:

@@ -5,10 +5,12 @@ at the speed of the host's memory; accelerate copies the weights of a layer to t
 runs, in every step, at the speed of the link.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
+from uma.ledger import Verdict
 from uma.machine import Machine, verdict
 from uma.memory.reads import WeightReads
 from uma.plan.compare.candidates import Candidate
@@ -54,7 +56,8 @@ def _resident(subject: Subject, case: EngineCase) -> Plan:
     several = len(machine.devices) > 1
     technique: Technique = "split by layers" if several else "resident"
     shares = layer_shares(subject, case) if several else [1.0]
-    found, short, of = verdict(needed, case.budget), needed - ceiling_bytes(case.budget), "the card"
+    found, of = verdict(needed, case.budget), "the card"
+    short = needed - ceiling_bytes(case.budget)
     if several:
         of = f"{len(machine.devices)} cards"
         crowded = _crowded_bytes(subject, case, shares, ceiling_bytes(case.budget))
@@ -63,12 +66,26 @@ def _resident(subject: Subject, case: EngineCase) -> Plan:
         elif found == "fits":
             crowded = _crowded_bytes(subject, case, shares, case.budget.budget_bytes)
             found = "tight" if crowded > 0 else "fits"
-    plan = _plan(subject, case, technique, needed, verdict=found, options=("-ngl", "999"))
-    if not plan.runs:
-        return replace(plan, short_bytes=short, short_of=f"{of}, {_ceiling(case)}")
+    options = ("-ngl", "999")
+    if found == "exceeds":
+        return _plan(
+            subject,
+            case,
+            technique,
+            needed,
+            verdict=found,
+            options=options,
+            short_bytes=short,
+            short_of=f"{of}, {format_gib(ceiling_bytes(case.budget))}",
+        )
     reads, processors = subject.reads(case), processors_of(machine)
-    return replace(
-        plan,
+    return _plan(
+        subject,
+        case,
+        technique,
+        needed,
+        verdict=found,
+        options=options,
         decode=_decode(subject, case, reads, processors, shares),
         prompt_of=lambda: _prompt(subject, case, reads, processors, shares),
     )
@@ -125,12 +142,19 @@ def _offloaded(subject: Subject, candidate: Candidate, case: EngineCase) -> Iter
         if way.device_bytes <= case.budget.budget_bytes and way.host_bytes <= room:
             yield _offload_plan(subject, candidate, case, way)
             return
-    plan = _plan(subject, case, "layers on the host", needed, verdict="exceeds")
     where = f"the cards and {format_gib(room)} of the host's memory"
     if machine.host_memory_bytes is None:
         where = "the cards: the host's memory is not known (--host-ram)"
     least = min((way.host_bytes - room for way in ways), default=short)
-    yield replace(plan, short_bytes=max(short, least, 0), short_of=where)
+    yield _plan(
+        subject,
+        case,
+        "layers on the host",
+        needed,
+        verdict="exceeds",
+        short_bytes=max(short, least, 0),
+        short_of=where,
+    )
 
 
 def _offload_plan(
@@ -142,14 +166,17 @@ def _offload_plan(
     processors = processors_of(case.machine)
     shares = layer_shares(subject, case) if len(processors) > 1 else [1.0]
     technique: Technique = "layers on the host" if way.whole else "experts on the host"
-    plan = _plan(subject, case, technique, way.device_bytes, verdict="fits", options=way.options)
 
     def prompt() -> Rate | NotKnown:
         whole = _prompt(subject, case, subject.reads(case), processors, shares)
         return _copied(subject, case.machine, whole, on_host)
 
-    return replace(
-        plan,
+    return _plan(
+        subject,
+        case,
+        technique,
+        way.device_bytes,
+        options=way.options,
         host_bytes=way.host_bytes,
         decode=_decode(subject, case, device, processors, shares, host),
         prompt_of=prompt,
@@ -203,11 +230,19 @@ def accelerate_plan(subject: Subject, candidate: Candidate, bits: int = 16) -> P
     if host:
         technique = "streamed over the link"
     device = needed - moved + largest
-    plan = _plan(subject, case, technique, device, verdict="fits")
     if host and (free < 0 or host > room):
         beyond_host = host - room > max(0, -free)
         short, of = (host - room, "the host's memory") if beyond_host else (-free, "the cards")
-        return replace(plan, verdict="exceeds", short_bytes=short, short_of=of, host_bytes=host)
+        return _plan(
+            subject,
+            case,
+            technique,
+            device,
+            verdict="exceeds",
+            host_bytes=host,
+            short_bytes=short,
+            short_of=of,
+        )
     decode = decode_tps(
         subject.architecture,
         subject.reads(case),
@@ -219,7 +254,16 @@ def accelerate_plan(subject: Subject, candidate: Candidate, bits: int = 16) -> P
     )
     note = "at the link's full rate, which copies of pageable memory do not reach"
     notes = (note,) if host else ()
-    return replace(plan, host_bytes=host, decode=decode, prompt_of=_no_figure, notes=notes)
+    return _plan(
+        subject,
+        case,
+        technique,
+        device,
+        host_bytes=host,
+        decode=decode,
+        prompt_of=_no_figure,
+        notes=notes,
+    )
 
 
 def _no_figure() -> NotKnown:
@@ -275,8 +319,11 @@ def _plan(
     technique: Technique,
     device_bytes: int,
     *,
-    verdict: str,
-    options: tuple[str, ...] = (),
+    verdict: Verdict = "fits",
+    host_bytes: int = 0,
+    decode: Rate | NotKnown = NO_ROOM,
+    prompt_of: Callable[[], Rate | NotKnown] = no_prompt,
+    **more: Any,
 ) -> Plan:
     return Plan(
         technique=technique,
@@ -285,17 +332,13 @@ def _plan(
         bits=case.bits,
         bits_per_weight=8 * case.weights.size_bytes / case.architecture.num_parameters,
         device_bytes=device_bytes,
-        host_bytes=0,
+        host_bytes=host_bytes,
         disk_bytes=0,
         budget_bytes=case.budget.budget_bytes,
-        verdict=verdict,  # type: ignore[arg-type]
-        decode=NO_ROOM,
-        prompt_of=no_prompt,
-        options=options,
+        verdict=verdict,
+        decode=decode,
+        prompt_of=prompt_of,
         sequences=case.workload.batch_size,
         cache_bytes=subject.cache_bytes(case),
+        **more,
     )
-
-
-def _ceiling(case: EngineCase) -> str:
-    return format_gib(ceiling_bytes(case.budget))

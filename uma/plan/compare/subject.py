@@ -9,7 +9,7 @@ from uma.checkpoint.source import ModelSource
 from uma.errors import UmaError
 from uma.frozen import dataclass
 from uma.ledger import peak
-from uma.machine import Machine, budget_of
+from uma.machine import Budget, Machine, budget_of
 from uma.memory.reads import ExpertReads, Stored, WeightReads, weight_reads
 from uma.memory.term import MemoryTerm
 from uma.plan.engine_case import EngineCase, engine_case
@@ -88,7 +88,15 @@ class Subject:
         settings, devices = found.settings, len(machine.devices)
         if engine == "llama.cpp" and devices and settings.num_devices != devices:
             settings = replace(settings, num_devices=devices)
-        return replace(found, machine=machine, budget=budget_of(machine), settings=settings)
+        budget = self._budget(machine)
+        return replace(found, machine=machine, budget=budget, settings=settings)
+
+    def _budget(self, machine: Machine) -> Budget:
+        """Of the machine last asked for, which is asked for in every width."""
+        last: tuple[Machine, Budget] | None = self.known.get("budget")
+        if last is None or last[0] is not machine:
+            last = self.known["budget"] = machine, budget_of(machine)
+        return last[1]
 
     def _usual(self, engine: Engine, machine: Machine) -> EngineCase | None:
         """In the engine's usual format, or that of the file; ``None`` if it cannot run it so."""
@@ -143,7 +151,8 @@ class Subject:
         return self.once(("terms", case.format, *place), make)
 
     def needed_bytes(self, case: EngineCase) -> int:
-        return peak(self.terms(case))[1]
+        place = (case.engine, len(case.machine.devices), case.machine.kind)
+        return self.once(("needed", case.format, *place), lambda: peak(self.terms(case))[1])
 
     def cache_bytes(self, case: EngineCase) -> int:
         return cached_bytes(self.terms(case))
@@ -151,7 +160,7 @@ class Subject:
     def offloads(self, case: EngineCase) -> list[LayerOffload]:
         """Every way of llama.cpp to leave something on the host, from the least to the most."""
         key = ("offloads", case.format, len(case.machine.devices))
-        return self.once(key, lambda: list(offloads(case)))
+        return self.once(key, lambda: list(offloads(case, self.needed_bytes(case))))
 
     def layer_bytes(self, case: EngineCase) -> list[int]:
         return self.once(("layers", case.format), lambda: layer_bytes(case))

@@ -119,7 +119,7 @@ def _model(model: Doc) -> str:
     for point in points:
         by_bits.setdefault(point["bits"], {})[point["context_tokens"]] = point
     memory = [
-        [f"{bits} bits", *(_point(own[n]) for n in contexts)] for bits, own in by_bits.items()
+        [f"{bits} bits", *(_point(own.get(n)) for n in contexts)] for bits, own in by_bits.items()
     ]
     speeds = [_speeds(bits, own[contexts[0]]) for bits, own in by_bits.items()]
     caches = sorted({one["kv_bits"] for one in model["longest"]}, reverse=True)
@@ -144,7 +144,9 @@ def _model(model: Doc) -> str:
     )
 
 
-def _point(point: Doc) -> str:
+def _point(point: Doc | None) -> str:
+    if point is None:
+        return "exceeds"  # as a shorter context does
     return f"{format_gib(point['total_bytes'])} {point['verdict']}"
 
 

@@ -31,4 +31,4 @@ def script_json(value: Any) -> Any:
     from markupsafe import Markup
 
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
-    return Markup(text.replace(">", "\\u003e").replace("&", "\\u0026"))
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

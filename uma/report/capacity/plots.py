@@ -1,17 +1,42 @@
-"""The plots of a report, from its document, as Vega-Lite made by Altair."""
+"""The plots of a report, from its document, as Vega-Lite made by Altair.
 
-from collections.abc import Iterator, Mapping
+Each has rows and a chart. The page holds all rows and shows those of the choice; a picture is made
+for each model or machine that the rows are of.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from uma.errors import RuntimeUnavailable
-from uma.units import GIB
+from uma.report.capacity.plot_rows import (
+    VERDICTS,
+    budget_rows,
+    context_rows,
+    decode_rows,
+    map_rows,
+    plan_rows,
+    sequence_rows,
+    training_rows,
+)
+from uma.units import printable
 
 Doc = Mapping[str, Any]
+Row = dict[str, Any]
 
-VERDICT_COLORS = {"fits": "#2a7f62", "tight": "#c98a00", "exceeds": "#b3403a", "unknown": "#777777"}
-MOST_ROWS = 40
+# Dark enough for white words on them, light enough for a dark page.
+VERDICT_COLORS = dict(zip(VERDICTS, ("#24795c", "#96690a", "#b3403a", "#6b6b6b"), strict=True))
+PARTS = ("fits", "tight: above the budget", "left to the system")
 PICTURE_WIDTH = 520
+
+
+class Plot(NamedTuple):
+    """Rows, what makes a chart of data, and the keys by which one chart shows but some rows."""
+
+    rows: Sequence[Row]
+    chart: Callable[[Any], Any]
+    follows: tuple[str, ...] = ()
 
 
 def altair() -> Any:
@@ -42,268 +67,211 @@ def _installed(name: str) -> Any:
         ) from None
 
 
-def charts(found: Doc) -> dict[str, Any]:
-    """Each plot under its name; those without data are left out."""
-    made = {
-        "budget": budget(found),
-        "map": capacity_map(found),
-        "context": context(found),
-        "decode": decode(found),
-        "plans": plans(found),
-        "training": training(found),
-    }
-    return {name: chart for name, chart in made.items() if chart is not None}
-
-
-def budget(found: Doc) -> Any:
+def page_plots(found: Doc) -> dict[str, Any]:
+    """The plots of the page: Vega-Lite whose data are named ``rows``, and all of those rows."""
     alt = altair()
-    rows = []
-    for machine in found["machines"]:
-        facts = machine["budget"]
-        parts = (
-            ("1 models fit", facts["budget_bytes"]),
-            ("2 tight: the limit allows it", facts["limit_bytes"] - facts["budget_bytes"]),
-            ("3 the system's", facts["memory_bytes"] - facts["limit_bytes"]),
-        )
-        for part, size in parts:
-            rows.append(
-                {
-                    "machine": machine["name"],
-                    "part": part[2:],
-                    "order": part,
-                    "GiB": max(0, size) / GIB,
-                }
-            )
-    return (
-        alt.Chart(alt.Data(values=rows), title="Memory of each machine")
-        .mark_bar()
-        .encode(
-            y=alt.Y("machine:N", title=None, sort=None),
-            x=alt.X("GiB:Q", title="GiB", stack="zero"),
-            color=alt.Color("part:N", title=None, sort=[r["part"] for r in rows[:3]]),
-            order=alt.Order("order:N"),
-            tooltip=["machine:N", "part:N", alt.Tooltip("GiB:Q", format=",.2f")],
-        )
-        .properties(width="container", height=alt.Step(34))
-    )
-
-
-def capacity_map(found: Doc) -> Any:
-    """The largest models that fit in some width, on the first machine."""
-    alt = altair()
-    machine, wanted = found["machines"][0], found["settings"]["contexts"][0]
-    rows = list(_map_rows(machine, found, wanted))
-    if not rows:
-        return None
-    names = list(dict.fromkeys(row["model"] for row in rows))
-    base = alt.Chart(
-        alt.Data(values=rows), title=f"{machine['name']} at {wanted:,} tokens of context"
-    ).encode(
-        x=alt.X("bits:O", title="bits of a weight", sort=found["settings"]["widths"]),
-        y=alt.Y("model:N", title=None, sort=names),
-    )
-    color = alt.Color(
-        "verdict:N",
-        title=None,
-        scale=alt.Scale(domain=list(VERDICT_COLORS), range=list(VERDICT_COLORS.values())),
-    )
-    tooltip = [
-        "model:N",
-        "format:N",
-        "verdict:N",
-        alt.Tooltip("GiB:Q", format=",.2f"),
-        alt.Tooltip("headroom:Q", title="headroom GiB", format=",.2f"),
-        alt.Tooltip("tps:Q", title="tokens/s", format=",.1f"),
-    ]
-    cells = base.mark_rect(stroke="white").encode(color=color, tooltip=tooltip)
-    words = base.mark_text(color="white", fontSize=10).encode(text=alt.Text("GiB:Q", format=",.0f"))
-    return (cells + words).properties(width="container", height=alt.Step(17))
-
-
-def _map_rows(machine: Doc, found: Doc, wanted: int) -> Iterator[dict[str, Any]]:
-    sizes = {model["name"]: model["parameters"] or 0 for model in found["models"]}
-    shown = 0
-    for row in sorted(machine["rows"], key=lambda r: (-sizes[r["model"]], r["model"])):
-        at = [
-            (cell, one)
-            for cell in row["cells"]
-            for one in cell["at"]
-            if one["context_tokens"] == wanted
-        ]
-        if shown == MOST_ROWS or all(one["verdict"] == "exceeds" for _, one in at):
-            continue
-        shown += 1
-        for cell, one in at:
-            yield {
-                "model": row["model"],
-                "bits": cell["bits"],
-                "format": cell["format"],
-                "verdict": one["verdict"],
-                "GiB": one["total_bytes"] / GIB,
-                "headroom": one["headroom_bytes"] / GIB,
-                "tps": one["decode_tps"],
-            }
-
-
-def context(found: Doc) -> Any:
-    """Memory over the context, a line for each width of the weights, on the first machine."""
-    alt = altair()
-    machine = found["machines"][0]
-    rows = [
-        {
-            "model": model["model"],
-            "bits": str(point["bits"]),
-            "context": point["context_tokens"],
-            "GiB": point["total_bytes"] / GIB,
-            "verdict": point["verdict"],
-        }
-        for model in machine["models"]
-        for point in model["points"]
-        if (point["kv_bits"], point["batch_size"]) == (16, 1)
-    ]
-    if not rows:
-        return None
-    facts = machine["budget"]
-    lines = [
-        {"line": "budget", "GiB": facts["budget_bytes"] / GIB},
-        {"line": "limit", "GiB": facts["limit_bytes"] / GIB},
-    ]
-    curve = (
-        alt.Chart()
-        .mark_line(point=True)
-        .encode(
-            x=alt.X("context:Q", title="tokens of context", scale=alt.Scale(type="log", base=2)),
-            y=alt.Y("GiB:Q", title="GiB"),
-            color=alt.Color("bits:N", title="bits", sort=None),
-            tooltip=[
-                "model:N",
-                "bits:N",
-                alt.Tooltip("context:Q", format=","),
-                alt.Tooltip("GiB:Q", format=",.2f"),
-                "verdict:N",
-            ],
-        )
-    )
-    rule = (
-        alt.Chart(alt.Data(values=lines))
-        .mark_rule(strokeDash=[6, 4])
-        .encode(y="GiB:Q", tooltip=["line:N", alt.Tooltip("GiB:Q", format=",.2f")])
-    )
-    return (
-        alt.layer(curve, rule, data=alt.Data(values=rows))
-        .properties(width=300, height=220)
-        .facet(alt.Facet("model:N", title=None, sort=None), columns=2)
-        .resolve_scale(y="independent")
-        .properties(title=f"Memory over context, {machine['name']}")
-    )
-
-
-def decode(found: Doc) -> Any:
-    rows = [
-        {
-            "machine": machine["name"],
-            "model": model["model"],
-            "bits": f"{point['bits']} bits",
-            "context": point["context_tokens"],
-            "tps": point["decode_tps"],
-            "low": point["decode_tps_low"],
-            "high": point["decode_tps_high"],
-        }
-        for machine in found["machines"]
-        for model in machine["models"]
-        for point in model["points"]
-        if (point["kv_bits"], point["batch_size"], point["context_tokens"])
-        == (16, 1, found["settings"]["contexts"][0])
-        and point["decode_tps"] is not None
-    ]
-    return _intervals(rows, "bits", "Decode, one request", ["machine", "model"])
-
-
-def plans(found: Doc) -> Any:
-    rows = [
-        {
-            "machine": plan["machine"],
-            "model": plan["model"],
-            "how": f"{plan['format']}, {plan['technique']}",
-            "kind": plan["kind"],
-            "tps": plan["decode_tps"],
-            "low": plan["decode_tps_low"],
-            "high": plan["decode_tps_high"],
-        }
-        for plan in found["plans"]
-        if plan["decode_tps"] is not None and plan["verdict"] in ("fits", "tight")
-    ]
-    return _intervals(rows, "machine", "Against graphics cards", ["model"])
-
-
-def _intervals(rows: list[dict[str, Any]], y: str, title: str, facets: list[str]) -> Any:
-    """Bars with the interval that holds eight in ten measurements."""
-    alt = altair()
-    if not rows:
-        return None
-    for row in rows:
-        row["facet"] = ", ".join(row[name] for name in facets)
-    tooltip = [
-        *(f"{name}:N" for name in rows[0] if isinstance(rows[0][name], str) and name != "facet"),
-        *(alt.Tooltip(f"{name}:Q", format=",.1f") for name in ("tps", "low", "high")),
-    ]
-    base = alt.Chart().encode(y=alt.Y(f"{y}:N", title=None, sort=None))
-    bars = base.mark_bar().encode(x=alt.X("tps:Q", title="tokens/s"), tooltip=tooltip)
-    spans = base.mark_rule(strokeWidth=2, color="black").encode(x="low:Q", x2="high:Q")
-    return (
-        alt.layer(bars, spans, data=alt.Data(values=rows))
-        .properties(width=300)
-        .facet(alt.Facet("facet:N", title=None, sort=None), columns=2)
-        .resolve_scale(x="independent", y="independent")
-        .properties(title=title)
-    )
-
-
-def training(found: Doc) -> Any:
-    alt = altair()
-    rows = [
-        {
-            "machine": machine["name"],
-            "model": row["model"],
-            "method": row["method"],
-            "length": row["largest_seq_length"],
-            "verdict": row["verdict"],
-        }
-        for machine in found["machines"]
-        for row in machine["training"]
-        if row["largest_seq_length"] is not None
-    ]
-    if not rows:
-        return None
-    return (
-        alt.Chart(alt.Data(values=rows), title="Longest rows that can be trained on, one at a time")
-        .mark_bar()
-        .encode(
-            y=alt.Y("model:N", title=None, sort=None),
-            yOffset=alt.YOffset("method:N", sort=None),
-            x=alt.X("length:Q", title="tokens", scale=alt.Scale(type="symlog")),
-            color=alt.Color("method:N", title=None, sort=None),
-            row=alt.Row("machine:N", title=None, sort=None),
-            tooltip=["machine:N", "model:N", "method:N", alt.Tooltip("length:Q", format=",")],
-        )
-        .properties(width=500)
-    )
+    made = {}
+    for name, plot in (_common(found) | {"one": Plot([], one)}).items():
+        if plot.rows or name == "one":
+            spec = plot.chart(alt.NamedData("rows")).to_dict()
+            made[name] = {"spec": spec, "rows": plot.rows, "follows": plot.follows}
+    return made
 
 
 def pictures(found: Doc, kind: str) -> dict[str, bytes]:
-    """Every plot as ``svg`` or ``png``.
+    """Every plot as ``svg`` or ``png``, under its name and what it is of.
 
     Raises:
         RuntimeUnavailable: If Altair or vl-convert is not installed.
     """
-    convert = vl_convert()
-    made = {}
-    for name, chart in charts(found).items():
-        spec = chart.to_dict()
-        if spec.get("width") == "container":  # there is none around a picture
-            spec["width"] = PICTURE_WIDTH
+    alt, convert, made = altair(), vl_convert(), {}
+    for name, title, plot in _single(found):
+        chart = plot.chart(alt.Data(values=plot.rows)).properties(width=PICTURE_WIDTH)
+        spec = chart.properties(title=title, background="white").to_dict()
         if kind == "svg":
             made[name] = convert.vegalite_to_svg(spec).encode("utf-8")
         else:
             made[name] = convert.vegalite_to_png(spec, scale=2)
     return made
+
+
+def _single(found: Doc) -> Iterator[tuple[str, str, Plot]]:
+    """A plot for each machine or model that its rows are of, with its name and title."""
+    contexts = found["settings"]["contexts"]
+    more = {
+        "map": Plot(map_rows(found, contexts[0]), capacity_map(found), ("machine",)),
+        "context": Plot(context_rows(found), context, ("machine", "model")),
+    }
+    for name, plot in (_common(found) | more).items():
+        groups: dict[tuple[str, ...], list[Row]] = {}
+        for row in plot.rows:
+            groups.setdefault(tuple(row[key] for key in plot.follows), []).append(row)
+        for place, (keys, rows) in enumerate(groups.items()):
+            slug = re.sub(r"[^a-z0-9.]+", "-", "-".join(keys).lower()).strip("-.")
+            title = ", ".join([TITLES[name].format(contexts[0]), *(printable(k, "") for k in keys)])
+            full = name if len(groups) == 1 else f"{name}-{place + 1}-{slug}"
+            yield full, title, Plot(rows, plot.chart)
+
+
+TITLES = {
+    "budget": "Memory of each machine",
+    "map": "GiB by model and width at {:,} tokens of context",
+    "context": "Memory over the context, 16-bit cache",
+    "decode": "Decode of one request at {:,} tokens of context",
+    "sequences": "Sequences at {:,} tokens of context each",
+    "training": "Longest rows of a fine-tuning, one at a time",
+    "plans": "Decode of the best plan of each machine and card",
+}
+
+
+def _common(found: Doc) -> dict[str, Plot]:
+    """The plots of both the page and the pictures."""
+    machines = [machine["name"] for machine in found["machines"]]
+    takers = list(dict.fromkeys(plan["machine"] for plan in found["plans"]))
+    return {
+        "budget": Plot(budget_rows(found, PARTS), budget),
+        "decode": Plot(decode_rows(found), _intervals("bits", machines), ("model",)),
+        "sequences": Plot(sequence_rows(found), sequences, ("machine", "model")),
+        "training": Plot(training_rows(found), training, ("machine",)),
+        "plans": Plot(plan_rows(found), _intervals("model", takers)),
+    }
+
+
+def _wide(chart: Any, height: Any) -> Any:
+    """As wide as what is around it."""
+    fit = altair().AutoSizeParams(type="fit-x", contains="padding")
+    return chart.properties(width="container", height=height, autosize=fit)
+
+
+def budget(data: Any) -> Any:
+    alt = altair()
+    colors = [VERDICT_COLORS["fits"], VERDICT_COLORS["tight"], VERDICT_COLORS["unknown"]]
+    bars = (
+        alt.Chart(data)
+        .mark_bar()
+        .encode(
+            y=alt.Y("machine:N", title=None, sort=None),
+            x=alt.X("GiB:Q", title="GiB", stack="zero"),
+            color=alt.Color(
+                "part:N", title=None, scale=alt.Scale(domain=list(PARTS), range=colors)
+            ),
+            order="order:Q",
+            tooltip=["machine:N", "part:N", alt.Tooltip("GiB:Q", format=",.2f")],
+        )
+    )
+    return _wide(bars, alt.Step(30))
+
+
+def capacity_map(found: Doc) -> Callable[[Any], Any]:
+    """The largest models that run in some width, by width."""
+    alt, widths = altair(), found["settings"]["widths"]
+
+    def chart(data: Any) -> Any:
+        base = alt.Chart(data).encode(
+            x=alt.X("bits:O", title="bits of a weight", sort=widths, axis=alt.Axis(labelAngle=0)),
+            y=alt.Y("model:N", title=None, sort=None),
+        )
+        return _cells(base, "GiB:Q", alt.Step(17), [alt.Tooltip("GiB:Q", format=",.2f")], ",.0f")
+
+    return chart
+
+
+def _cells(base: Any, text: str, step: Any, tooltip: list[Any], form: str = ",") -> Any:
+    """Rectangles in the colour of their verdict, with words on them."""
+    alt = altair()
+    scale = alt.Scale(domain=list(VERDICT_COLORS), range=list(VERDICT_COLORS.values()))
+    boxes = base.mark_rect(stroke="white").encode(
+        color=alt.Color("verdict:N", title=None, scale=scale),
+        tooltip=["model:N", "verdict:N", *tooltip],
+    )
+    words = base.mark_text(color="white", fontSize=10).encode(text=alt.Text(text, format=form))
+    return _wide(boxes + words, step)
+
+
+def training(data: Any) -> Any:
+    alt = altair()
+    base = alt.Chart(data).encode(
+        x=alt.X("method:N", title=None, sort=None, axis=alt.Axis(labelAngle=0, orient="top")),
+        y=alt.Y("model:N", title=None, sort=None),
+    )
+    tooltip = ["method:N", "arithmetic:N"]
+    return _cells(base, "length:Q", alt.Step(26), tooltip)
+
+
+def context(data: Any) -> Any:
+    """Lines by width of the weights, for a picture."""
+    return _over_context(data, "bits:N", [])
+
+
+def one(data: Any) -> Any:
+    """Lines by width of the cache, what is chosen marked, against budget and limit."""
+    alt = altair()
+    chosen = (
+        alt.Chart(data)
+        .transform_filter("datum.chosen")
+        .mark_point(size=160, strokeWidth=2, color="#d62728")
+        .encode(x="context:Q", y="GiB:Q", tooltip=["arithmetic:N"])
+    )
+    lines = alt.Chart(alt.NamedData("lines")).encode(y="GiB:Q")
+    rule = lines.mark_rule(strokeDash=[6, 4]).encode(tooltip=["line:N"])
+    words = lines.mark_text(align="left", dx=4, dy=-6, x=0).encode(text="line:N")
+    return _over_context(data, "cache:N", [chosen, rule, words])
+
+
+def _over_context(data: Any, color: str, more: list[Any]) -> Any:
+    alt = altair()
+    axis = alt.Axis(format=",", labelOverlap=True)
+    scale = alt.Scale(type="log", base=2)
+    curve = (
+        alt.Chart(data)
+        .mark_line(point=True)
+        .encode(
+            x=alt.X("context:Q", title="tokens of context", scale=scale, axis=axis),
+            y=alt.Y("GiB:Q", title="GiB", scale=alt.Scale(zero=True)),
+            color=alt.Color(color, title=None, sort=None),
+            tooltip=[
+                alt.Tooltip("context:Q", format=","),
+                color,
+                "verdict:N",
+                alt.Tooltip("arithmetic:N", title="GiB"),
+            ],
+        )
+    )
+    return _wide(alt.layer(curve, *more), 280)
+
+
+def sequences(data: Any) -> Any:
+    alt = altair()
+    base = alt.Chart(data).encode(
+        y=alt.Y("bits:N", title=None, sort=None),
+        yOffset=alt.YOffset("cache:N", sort=None),
+        x=alt.X("sequences:Q", title="sequences at once"),
+    )
+    bars = base.mark_bar().encode(
+        color=alt.Color("cache:N", title=None, sort=None),
+        tooltip=["bits:N", "cache:N", alt.Tooltip("sequences:Q", format=",")],
+    )
+    words = base.mark_text(align="left", dx=3).encode(text=alt.Text("sequences:Q", format=","))
+    return _wide(bars + words, alt.Step(13))
+
+
+def _intervals(y: str, machines: list[str]) -> Callable[[Any], Any]:
+    """Bars for each machine, with the interval that holds eight in ten measurements."""
+    alt = altair()
+
+    def chart(data: Any) -> Any:
+        base = alt.Chart(data).encode(
+            y=alt.Y(f"{y}:N", title=None, sort=None),
+            yOffset=alt.YOffset("machine:N", sort=machines),
+        )
+        rates = [alt.Tooltip(f"{name}:Q", format=",.1f") for name in ("tps", "low", "high")]
+        bars = base.mark_bar().encode(
+            x=alt.X("tps:Q", title="tokens/s"),
+            color=alt.Color("machine:N", title=None, scale=alt.Scale(domain=machines)),
+            tooltip=["model:N", "machine:N", "how:N", *rates],
+        )
+        spans = base.mark_rule(strokeWidth=1.5).encode(x="low:Q", x2="high:Q")
+        words = base.mark_text(align="left", dx=4, fontSize=9).encode(x="high:Q", text="label:N")
+        return _wide(alt.layer(bars, spans, words), alt.Step(13))
+
+    return chart
