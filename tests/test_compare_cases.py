@@ -1,5 +1,6 @@
 """Wrong advice that other tools gave (cases of groups H and J), which `uma compare` does not."""
 
+import json
 import re
 
 import pytest
@@ -44,6 +45,18 @@ def test_h10_a_70b_in_16_bits_is_not_half_as_large() -> None:
     assert plan.device_bytes > 2 * LLAMA_70B > 140 * GB
 
 
+@pytest.mark.parametrize("target", ["llama.cpp", "accelerate", "vllm"])
+def test_h11_a_configuration_names_the_versions_and_the_inputs_it_was_made_for(
+    capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    command = ["compare", "qwen3-8b", "--machine", "rtx-4090", "-c", "4k", "--emit", target]
+    assert main(command) == 0
+    title, made, *rest = capsys.readouterr().out.splitlines()
+    assert re.match(r"# qwen3-8b on GeForce RTX 4090: .* of 22\.\d+ GiB", title)
+    assert re.search(rf"by uma \d\S*, for .*{target}.* [b\d]", made, re.IGNORECASE)
+    assert "4096" in "".join(rest)
+
+
 def test_h13_memory_is_shown_in_gib_and_gb_is_of_bandwidth_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -75,6 +88,19 @@ def test_h19_a_rate_has_an_interval_and_is_never_above_the_bandwidth() -> None:
         assert bandwidth is not None
         read = llama_cpp_read("llama-3.1-8b") * plan.bits_per_weight / 4.9
         assert plan.decode.best < 1.1 * bandwidth / read
+
+
+def test_h20_weights_beyond_memory_are_said_to_come_from_the_ssd_and_how_fast(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """39.6 GiB of llama-3-70b in 4 bits, of which 16 GB of memory hold 5, at 6.3 GB/s."""
+    command = ["compare", "llama-3-70b", "--machine", "macbook-pro-m5-16", "--json"]
+    assert main(command) == 3
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert (plan["technique"], plan["verdict"]) == ("streamed from the SSD", "exceeds")
+    assert plan["disk_bytes"] == pytest.approx(39.6 * GIB, rel=0.01)
+    assert plan["decode_tps_low"] == pytest.approx(6.3 * GB / plan["disk_bytes"], rel=0.02)
+    assert plan["decode_tps_low"] <= plan["decode_tps"] <= plan["decode_tps_high"] < 0.2
 
 
 def test_what_is_not_known_is_no_zero() -> None:

@@ -242,7 +242,9 @@ def _trainer(emit: Any, subject: "TrainingSubject", row: "Row") -> str:
         UsageError: If the program does not train on such a machine.
         DoesNotFit: If nothing of it fits.
     """
+    from uma import __version__
     from uma.plan.compare.subject import Subject
+    from uma.plan.emit.configuration import WRITTEN_FOR
     from uma.plan.emit.peft import Training
     from uma.plan.emit.repository import repository
     from uma.plan.emit.training import training_configuration
@@ -265,6 +267,7 @@ def _trainer(emit: Any, subject: "TrainingSubject", row: "Row") -> str:
         from uma.plan.emit.mlx_training import mlx_training
 
         return mlx_training(name, recipe, title)
+    title += f"; by uma {__version__}, for {WRITTEN_FOR[emit]}"
     return training_configuration(emit, Training(name, recipe.workload, title, recipe.settings))
 
 

@@ -155,10 +155,9 @@ def best_plan(subject: "Subject | TrainingSubject", candidate: Candidate, wanted
             break
     if not plans:
         return Row(candidate, None)
-    if candidate.number == 1 and not any(plan.runs for plan in plans):
-        from_disk = unified.streamed_plan(subject, candidate, plans[-1].bits)
-        plans += [] if from_disk is None else [from_disk]
     best = max(plans, key=lambda plan: _merit(plan, wanted))
+    if candidate.number == 1 and not best.runs:
+        best = unified.streamed_plan(subject, candidate, plans[-1].bits) or best
     reasons = (
         (plan, plan.shortcoming(wanted.min_tps) or _less(plan, best, wanted))
         for plan in plans

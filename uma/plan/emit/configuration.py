@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from typing import Literal
 
+from uma import __version__
 from uma.engines.vllm import DEFAULTS as VLLM
 from uma.errors import DoesNotFit, UsageError
 from uma.plan.compare.plans import Plan
@@ -21,6 +22,14 @@ ENGINES: dict[Target, Engine] = {
     "mlx": "mlx",
     "accelerate": "transformers",
     "vllm": "vllm",
+}
+WRITTEN_FOR = {  # whose options and defaults were read; another version may have others
+    "llama.cpp": "llama.cpp b11434",
+    "mlx": "mlx-lm 0.32.2",
+    "accelerate": "transformers 5.24, accelerate 1.15 and bitsandbytes 0.50",
+    "vllm": "vLLM 0.33",
+    "peft": "transformers 5.24, PEFT 0.21 and bitsandbytes 0.50",
+    "fsdp": "accelerate 1.15",
 }
 
 
@@ -49,7 +58,8 @@ def configuration(target: Target, subject: Subject, row: Row) -> str:
         "accelerate": accelerate_lines,
         "vllm": _vllm,
     }
-    return "\n".join([_title(subject, row, row.plan), *emit[target](subject, row, row.plan)])
+    title = f"{_title(subject, row, row.plan)}\n# by uma {__version__}, for {WRITTEN_FOR[target]}"
+    return "\n".join([title, *emit[target](subject, row, row.plan)])
 
 
 def _title(subject: Subject, row: Row, plan: Plan) -> str:
