@@ -4,11 +4,14 @@
 Usage: fit_training.py FILE.csv
 
 A row counts if it has the peak that torch allocated, the state that it kept, and what nvidia-smi or
-the allocator showed at the peak. Slack is a share of what is allocated above the state, and one of
-the logits that we predict (medians, the first of rows with few logits); where batches differ in
-length, a share of what one makes; in full training under FSDP, a share of all above weights and
-optimizer states. They go into ``uma/engines/torch_training.py``: ``SLACK``, ``LOGITS_SLACK``,
-``VARIABLE_SLACK`` and ``FSDP_SLACK``.
+the allocator showed at the peak, which is below ``FULL`` of the card: a pool that the card's end
+cut off is smaller than torch would have it. Slack is a share of what is allocated above the state,
+and one of the logits that we predict (medians, the first of rows with few logits); where batches
+differ in length, a share of what one makes; in full training under FSDP, a share of all above
+weights and optimizer states. Runs bound by the update are no exception: states are no part of what
+slack is a share of, and what their backward pass freed is still held. The shares go into
+``uma/engines/torch_training.py``: ``SLACK``, ``LOGITS_SLACK``, ``VARIABLE_SLACK`` and
+``FSDP_SLACK``.
 """
 
 import re
@@ -26,9 +29,10 @@ from scoring.training import case_of  # noqa: E402
 
 from uma.engines.torch_training import training_terms  # noqa: E402
 from uma.engines.transformers import CUDA_CONTEXT  # noqa: E402
-from uma.units import MIB  # noqa: E402
+from uma.units import GIB, MIB  # noqa: E402
 
 FEW = 0.2  # logits over what is above the state
+FULL = 0.92  # of the card's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +55,15 @@ def point_of(row: Row) -> Point | None:
     loaded = re.search(r'"after_load_allocated_mib": ([\d.]+)', notes)
     held = re.search(r'"peak_reserved_mib": ([\d.]+)', notes)
     if state and shown:
-        above, slack = peak - int(state[1]), int(shown[1]) * MIB - CUDA_CONTEXT - peak
+        above, reserved = peak - int(state[1]), int(shown[1]) * MIB - CUDA_CONTEXT
     elif loaded and held:
         above = peak - round(float(loaded[1]) * MIB)
-        slack = round(float(held[1]) * MIB) - peak
+        reserved = round(float(held[1]) * MIB)
     else:
         return None
+    if reserved > FULL * float(row["device_mem_gb"] or "inf") * GIB:
+        return None
+    slack = reserved - peak
     try:
         case = case_of(row)
     except Skipped:

@@ -24,6 +24,7 @@ from uma.plan.compare import (
 from uma.plan.compare.recipes import DEEPSPEED, MIXED, PLAIN, Kind, torch_recipes
 from uma.plan.compare.search import best_plan
 from uma.plan.compare.training_subject import TrainingSubject
+from uma.plan.training import training_estimate
 from uma.units import GB, GIB, TIB
 from uma.workload import TrainingWorkload
 
@@ -166,6 +167,22 @@ def test_a_base_in_16_bits_is_taken_where_it_fits_and_else_one_in_4() -> None:
     wide = Wanted(min_bits=16, min_tps=0)
     assert not row(lora, "rtx-3060-12gb", wide, HostProfile(8 * GIB)).runs
     assert plan(row(lora, "h100")).technique == "LoRA"  # nothing is computed twice without need
+
+
+def test_a_plan_has_the_verdict_that_its_estimate_has() -> None:
+    """Where only torch's pool of freed blocks has no room, both say tight."""
+    one, on = subject("llama-3-8b", "lora", 4096), machine("rtx-4090")
+    found = row(one, "rtx-4090", Wanted(min_tps=0, prefer="context"))
+    verdicts = set()
+    for each in [plan(found), *(other for other, _ in found.rejected)]:
+        assert each.recipe is not None
+        estimate = training_estimate(one.case(each.recipe, on))
+        assert estimate.ledger.verdict == each.verdict, each.technique
+        pool = "torch's pool of freed blocks has no room"
+        said = [any(pool in note for note in notes) for notes in (each.notes, estimate.notes)]
+        assert said[0] == said[1]
+        verdicts.add((each.verdict, said[0]))
+    assert {("fits", False), ("tight", True), ("exceeds", False)} <= verdicts
 
 
 def test_better_recipes_that_fail_say_by_how_much() -> None:

@@ -84,6 +84,61 @@ def test_8_bit_optimizers_make_no_root_of_all_second_moments(
     assert gigabytes * GB <= predicted <= 1.08 * gigabytes * GB
 
 
+@pytest.mark.parametrize(
+    ("stage", "always", "update"),
+    [
+        # deepspeed 0.19.6, stage_1_and_2.py, step: gradients, flat ones, float32 ones at once.
+        (1, 12 / 8, (2 + 2 + 4) / 8),
+        (2, 12 / 8, (2 + 2 + 4) / 8),
+        (3, (12 + 2) / 8, 0),  # stage3.py: a flat buffer of gradients, one sub-group at a time
+    ],
+)
+def test_deepspeed_steps_its_part_at_once_or_in_sub_groups(
+    stage: int, always: float, update: float
+) -> None:
+    parameters, largest = model("llama-3-70b").num_parameters, 128_256 * 8192
+    workload = full(sharding=Sharding(data=8, zero_stage=stage))  # type: ignore[arg-type]
+    terms = training_terms(model("llama-3-70b"), workload, replace(LITGPT, deepspeed=True))
+
+    def held(name: str, phase: str) -> int:
+        return sum(t.size_bytes for t in terms if t.name == name and t.phase == phase)
+
+    kept = sum(held(n, "always") for n in ("gradients", "master_weights", "optimizer_states"))
+    assert kept == pytest.approx(always * parameters, rel=1e-6)
+    sub_group = 10**9 + largest // 8 if stage == 3 else 0
+    expected = update * parameters + (4 + 4) * sub_group  # float32 gradients, foreach's root
+    assert held("gradients", "optimizer") == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_gradients_of_deepspeed_are_in_its_buffer_and_not_in_layers_too(every: int) -> None:
+    workload = full(grad_checkpoint=every, sharding=Sharding(data=8, zero_stage=3))
+    name, settings = "Llama-2-7b-hf", replace(LITGPT, deepspeed=True)
+    embedding = 2 * 32_000 * 4096  # the last, still on its way
+    assert step(Model(model(name), workload, settings)).gradient_bytes == embedding
+    kept = full(grad_checkpoint=every, sharding=Sharding(data=8, zero_stage=1))
+    whole = step(Model(model(name), kept, settings)).gradient_bytes
+    assert whole == pytest.approx(2 * model(name).num_parameters, rel=1e-4)
+
+
+@pytest.mark.parametrize("degrees", [{"tensor": 4}, {"sequence": 4}])
+def test_scores_of_all_tokens_are_split_by_heads(degrees: dict[str, int]) -> None:
+    """Megatron and DeepSpeed-Ulysses: each of 4 devices has a quarter of the scores."""
+
+    def scores(spread: Sharding) -> int:
+        workload = asked(batch_size=1, grad_checkpoint=0, sharding=spread)
+        eager, fused = (
+            step(Model(model("Llama-2-7b-hf"), replace(workload, attention=kind), LITGPT))
+            for kind in ("materialised", "fused")
+        )
+        return eager.forward_bytes - fused.forward_bytes
+
+    alone = scores(Sharding())
+    assert scores(Sharding(**degrees)) == pytest.approx(alone / 4, rel=0.01)
+    softmax = 32 * 32 * 4096**2 * (4 + 2)  # in float32 and its copy, of each layer
+    assert alone == pytest.approx(softmax, rel=0.05)
+
+
 def test_gradients_of_an_offloaded_optimizer_leave_the_device() -> None:
     spread = Sharding(data=8, zero_stage=3, offload_optimizer="host", offload_parameters="host")
     workload = full(batch_size=2, max_seq_length=2048, sharding=spread)

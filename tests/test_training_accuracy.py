@@ -1,5 +1,6 @@
 """How rows of measured training memory are read and scored (``scripts/scoring/training*.py``)."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -62,6 +63,13 @@ def test_the_shares_of_slack_are_those_that_their_program_fits() -> None:
     points = [found for row in ROWS if (found := fit_training.point_of(row)) is not None]
     for name, share in fit_training.fitted(points).items():
         assert getattr(torch_training, name) == pytest.approx(share, abs=0.006), name
+
+
+def test_a_pool_that_the_end_of_the_card_cut_off_is_not_fitted() -> None:
+    one = next(row for row in ROWS if fit_training.point_of(row) is not None)
+    shown = float(re.findall(r"nvidia-smi peak \(mean over GPUs\) ([\d.]+) MiB", one["notes"])[0])
+    assert fit_training.point_of({**one, "device_mem_gb": str(shown / 1024 / 0.9)}) is not None
+    assert fit_training.point_of({**one, "device_mem_gb": str(shown / 1024 / 0.95)}) is None
 
 
 @pytest.mark.parametrize(

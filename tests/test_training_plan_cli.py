@@ -207,6 +207,8 @@ def test_a_stack_of_its_own_kernels_needs_less_than_trainer(stack: str, capsys: 
         ([*MAC, "--bits", "16", "--fsdp", "full", "--devices", "2"], "as much as full training"),
         ([*MAC, "--devices", "3"], "not divisible by 3 devices"),
         ([*MAC, "--loss", "fused"], "--trainer uma computes them in slices"),
+        ([*MAC, "--trainer", "uma", "--loss", "sliced"], "leave --loss out"),
+        ([*MAC, "--trainer", "uma", "--devices", "2"], "runs on one Mac"),
         ([*MAC, "--mem-kind", "device"], "is torch's"),
         ([*MAC, "--grad-checkpoint", "--checkpoint-every", "4"], "checkpoints every layer"),
         ([*MAC, "--precision", "mixed"], "is torch's autocast"),
@@ -220,7 +222,37 @@ def test_what_means_nothing_is_explained(options: list[str], reason: str, capsys
     assert reason in " ".join(capsys.readouterr().err.split())
 
 
+def test_our_own_trainer_is_estimated_by_its_own_step(capsys: Any) -> None:
+    arguments = ["llama-3.2-3b", "--train", "lora", *MAC]
+    main(["estimate", *arguments, "--trainer", "uma"])
+    assert "under uma lora train" in capsys.readouterr().out
+    theirs, ours = (estimated(capsys, *arguments, "--trainer", name) for name in ("mlx_lm", "uma"))
+    assert ours["trainer"] == "uma"
+    assert ours["total_bytes"] < theirs["total_bytes"] / 2
+    assert ours["largest"]["max_seq_length"] > 2 * theirs["largest"]["max_seq_length"]
+
+
 def test_full_training_of_a_name_takes_its_weights_in_16_bits(capsys: Any) -> None:
     found = estimated(capsys, "llama-3.2-1b", "--train", "full", *MAC, "--batch-size", "1")
     assert found["workload"]["quantized"] is None
     assert any("only the last 16 layers are trained" in note for note in found["notes"])
+
+
+def test_exact_traces_the_step_of_mlx_lms_own_code(capsys: Any) -> None:
+    """Without weights: base, adapters and states to the byte, the step of 30 layers near."""
+    pytest.importorskip("mlx.core")
+    words = ["smollm2-135m", "--train", "lora", "--engine", "mlx", "--max-seq-length", "256"]
+    found = estimated(capsys, *words, "--trainer", "uma", "--exact")
+    closed, traced = (
+        {(term["name"], term["phase"]): term["size_bytes"] for term in terms}
+        for terms in (found["terms"], found["traced"])
+    )
+    for name in ("weights", "adapters", "optimizer_states"):
+        assert traced[name, "always"] == closed[name, "always"], name
+    step = ("activations", "backward")
+    assert traced[step] == pytest.approx(closed[step], rel=0.06)
+
+
+def test_exact_is_for_what_mlx_trains(capsys: Any) -> None:
+    assert main(["estimate", "llama-3-8b", "--train", "lora", *CARD, "--exact"]) == 2
+    assert "give" in capsys.readouterr().err

@@ -258,7 +258,9 @@ def aliases() -> dict[tuple[str, ...], tuple[str, ...]]:
 
 @cache
 def ids_of(name: tuple[str, ...]) -> tuple[str, ...]:
-    """What ``aliases`` has for one name, without working out those of all models."""
+    """What ``aliases`` has for one name, without working out those of all models for it alone."""
+    if aliases.cache_info().currsize:
+        return aliases().get(name, ())
     with open(DATA / "aliases.csv", encoding="utf-8", newline="") as file:
         next(file)
         for row in csv.DictReader(file):

@@ -188,6 +188,28 @@ def engine_case_asked(
     return source, case
 
 
+def require_mlx() -> None:
+    """Prepare this process to trace mlx-lm's own code.
+
+    Raises:
+        RuntimeUnavailable: If MLX is not installed.
+    """
+    import gc
+    import os
+    from importlib.util import find_spec
+
+    gc.enable()  # ``uma.cli.main`` has it off for estimates
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises to install PyTorch
+    if find_spec("mlx") is None or find_spec("mlx_lm") is None:
+        raise RuntimeUnavailable(
+            "--exact traces mlx-lm's own code, and MLX is not installed: pip install mlx mlx-lm "
+            "(on Linux 'mlx[cpu]'), or leave --exact out: the closed forms need neither"
+        )
+    from uma.runtime.bare_package import bare_mlx_lm
+
+    bare_mlx_lm()
+
+
 def traced(source: "ModelSource", case: "MlxCase") -> "Traced":
     """mlx-lm's own code traced for the form and workload that the plan has chosen.
 
@@ -195,24 +217,14 @@ def traced(source: "ModelSource", case: "MlxCase") -> "Traced":
         RuntimeUnavailable: If MLX is not installed.
         UnsupportedModel: If mlx-lm has no code for the model, or it cannot be traced.
     """
-    import gc
-    from importlib.util import find_spec
-
-    gc.enable()  # ``uma.cli.main`` has it off for estimates
-    if find_spec("mlx") is None or find_spec("mlx_lm") is None:
-        raise RuntimeUnavailable(
-            "--exact traces mlx-lm's own code, and MLX is not installed: pip install mlx mlx-lm "
-            "(on Linux 'mlx[cpu]'), or leave --exact out: the closed forms need neither"
-        )
+    require_mlx()
     from uma.quantization import quantization_of_config
-    from uma.runtime.bare_package import bare_mlx_lm
 
     plan = case.plan()
     config = source.config or {}
     dtype = plan.architecture.dtype if plan.form.activation_bytes == 2 else "float32"
     held = plan.form.quantization or quantization_of_config(config)
     form = None if plan.form.kind == "float32" else held
-    bare_mlx_lm()
     from uma.runtime.trace import trace
 
     return trace(config, form, plan.workload, case.machine.backend, dtype=dtype)

@@ -267,7 +267,8 @@ def _trainer(emit: Any, subject: "TrainingSubject", row: "Row") -> str:
         from uma.plan.emit.mlx_training import mlx_training
 
         return mlx_training(name, recipe, title)
-    title += f"; by uma {__version__}, for {WRITTEN_FOR[emit]}"
+    if emit in WRITTEN_FOR:  # JSON has no line for it
+        title += f"; by uma {__version__}, for {WRITTEN_FOR[emit]}"
     return training_configuration(emit, Training(name, recipe.workload, title, recipe.settings))
 
 

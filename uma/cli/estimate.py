@@ -203,7 +203,7 @@ def _estimate(
     if trained is not None:
         from uma.cli.training import training
 
-        return training(chosen, trained, engine, machine)
+        return training(chosen, trained, engine, machine, exact=params["exact"])
     asked.check_options(context, machine, chosen, sizes)
     given = [name for name in asked.OWN_OPTIONS if opt.given(context, name)]
     engine = asked.engine_asked(engine, machine, given)

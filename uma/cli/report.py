@@ -89,7 +89,7 @@ def report(
     reserve: opt.Reserve = None,
     json: opt.Json = False,
 ) -> None:
-    """Report what a machine can hold, how fast, and what a raised limit or another one buys.
+    """Show what a machine can hold, how fast, and what a raised limit or another one buys.
 
     One HTML file that needs no network, Markdown, or JSON. Without --machine it is this machine,
     with its calibration and its measured runs.

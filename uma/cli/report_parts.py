@@ -59,6 +59,8 @@ def written(
     from uma.report.capacity.files import require_new, write_files
 
     _check(asked, plots)
+    if form == "html" and output is None and sys.stdout.isatty():
+        raise UsageError("a page is no text for a terminal: give it a file with -o report.html")
     require_new([] if output is None else [output], force=force)
     before = None if asked.refined.diff is None else _old_report(asked.refined.diff)
     found = _decision(asked) if asked.refined.decision else _document(asked, before)

@@ -12,20 +12,27 @@ if TYPE_CHECKING:
     from uma.checkpoint.source import ModelSource
     from uma.dataset.lengths import Lengths
     from uma.machine import Machine
+    from uma.memory.term import MemoryTerm
+    from uma.plan.mlx_case import MlxCase
     from uma.plan.training_case import TrainingCase
 
 CUDA_FORMATS = ("int8", "nf4", "nf4-double", "gptq", "awq")
 
 
 def training(
-    chosen: RunOptions, asked: TrainOptions, engine: Engine | None, machine: "Machine"
+    chosen: RunOptions,
+    asked: TrainOptions,
+    engine: Engine | None,
+    machine: "Machine",
+    *,
+    exact: bool = False,
 ) -> int:
-    """Print the estimate; the exit code."""
+    """Print the estimate; the exit code. With ``exact`` the step is traced beside it."""
     from uma.cli.plan import model_json
     from uma.plan.training import training_estimate
     from uma.report.training import training_json, training_text
 
-    source, case = _case(chosen, asked, engine, machine)
+    source, case = _case(chosen, asked, engine, machine, exact)
     data = None
     if asked.data is not None:
         from uma.plan.training_data import with_worst_batch
@@ -34,16 +41,40 @@ def training(
             case, _lengths(asked, source, chosen.json), packed=asked.packing
         )
     found = training_estimate(case, data)
+    traced = _traced(chosen, asked, case) if exact else None
     largest = None
     if asked.largest_model:
         from uma.plan.training_models import largest_model
 
         largest = largest_model(case)
     if chosen.json:
-        print(json_module.dumps(training_json(found, model_json(source), largest), indent=2))
+        print(
+            json_module.dumps(training_json(found, model_json(source), largest, traced), indent=2)
+        )
     else:
-        print(training_text(found, source.name, largest))
+        print(training_text(found, source.name, largest, traced))
     return DoesNotFit.exit_code if found.ledger.verdict == "exceeds" else 0
+
+
+def _traced(
+    chosen: RunOptions, asked: TrainOptions, case: "TrainingCase"
+) -> "tuple[MemoryTerm, ...]":
+    """The terms of the step from mlx-lm's own code, without weights.
+
+    Raises:
+        RuntimeUnavailable: If MLX is not installed.
+        UnsupportedModel: If the step cannot be traced.
+    """
+    from uma.cli.asked import require_mlx
+    from uma.quantization import quantization_of_config
+
+    require_mlx()
+    from uma.runtime.trace_training import trace_training
+
+    source, planned = _mlx_asked(chosen, asked, case.machine)
+    form, config = planned.cases[0].form, source.config or {}
+    held = None if form.kind == "float32" else form.quantization or quantization_of_config(config)
+    return trace_training(config, held, case.workload, case.machine.backend, trainer=case.trainer)
 
 
 def _lengths(asked: TrainOptions, source: "ModelSource", quiet: bool) -> "Lengths":
@@ -74,7 +105,11 @@ def _lengths(asked: TrainOptions, source: "ModelSource", quiet: bool) -> "Length
 
 
 def _case(
-    chosen: RunOptions, asked: TrainOptions, engine: Engine | None, machine: "Machine"
+    chosen: RunOptions,
+    asked: TrainOptions,
+    engine: Engine | None,
+    machine: "Machine",
+    exact: bool,
 ) -> "tuple[ModelSource, TrainingCase]":
     from uma.machine import budget_of
 
@@ -85,6 +120,8 @@ def _case(
     trains_mlx = engine == "mlx" or (engine is None and machine.kind != "discrete")
     if trains_mlx and machine.kind == "discrete":
         raise UsageError(f"--engine mlx does not run on {machine.name}; give --engine transformers")
+    if exact and not trains_mlx:
+        raise UsageError("--exact traces mlx-lm's own code: give --engine mlx, or leave it out")
     budget = budget_of(
         machine, user_budget_bytes=chosen.budget_bytes, reserve_bytes=chosen.reserve_bytes
     )
@@ -126,10 +163,22 @@ def workload_of(
     )
 
 
+def _mlx_asked(
+    chosen: RunOptions, asked: TrainOptions, machine: "Machine"
+) -> "tuple[ModelSource, MlxCase]":
+    """The model in the form that is trained: in 16 bits where a name is trained in full."""
+    from uma.cli.asked import mlx_asked
+    from uma.cli.plan import located
+
+    plain = (chosen.bits, chosen.mode, chosen.quant) == (None, None, None)
+    if asked.train == "full" and plain and located(chosen).path is None:
+        chosen = chosen._replace(bits=16)  # the usual 4 bits have no gradients
+    return mlx_asked(chosen, machine)
+
+
 def _mlx_case(
     chosen: RunOptions, asked: TrainOptions, machine: "Machine", budget: Any
 ) -> "tuple[ModelSource, TrainingCase]":
-    from uma.cli.asked import mlx_asked
     from uma.memory.weights import weight_bytes
     from uma.plan.training_case import TrainingCase
     from uma.plan.training_checks import check_mlx_sharding
@@ -145,12 +194,7 @@ def _mlx_case(
             f"--quant {chosen.quant} is a format of CUDA's libraries; MLX has its own: --bits 4 or "
             "8, or --quant mxfp4"
         )
-    if asked.train == "full" and (chosen.bits, chosen.mode, chosen.quant) == (None, None, None):
-        from uma.cli.plan import located
-
-        if located(chosen).path is None:  # a name: its usual 4 bits have no gradients
-            chosen = chosen._replace(bits=16)
-    source, case = mlx_asked(chosen, machine)
+    source, case = _mlx_asked(chosen, asked, machine)
     best = case.cases[0]
     layers = min(DEFAULT_NUM_LAYERS, len(best.architecture.layers))
     quantized = "" if best.form.quantization is None and case.bits >= 16 else f"{case.bits} bits"

@@ -165,8 +165,6 @@ def options_asked(context: typer.Context) -> TrainOptions | None:
                 f"--{stray[0].replace('_', '-')} is an option of training: give --train too"
             )
         return None
-    if params["exact"]:
-        raise UsageError("--exact traces a generation, not training; leave one of the two out")
     batch = params["batch_size"] if given(context, "batch_size") else DEFAULT_TRAINING_BATCH
     values = {name: params[name] for name in names}
     for name in ("data", "tokenizer"):  # typer makes paths of them later, for the function

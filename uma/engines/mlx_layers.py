@@ -31,6 +31,7 @@ from uma.memory.adapters import Adapter, layer_adapters
 from uma.memory.mlx_program import Program, Value
 from uma.workload import Backend, TrainingWorkload
 
+SIGMOID_GATES = ("deepseek_v3", "deepseek_v32", "glm4_moe", "kimi", "bailing", "dots1", "minimax")
 GELU = ("gemma", "recurrent_gemma", "phi", "starcoder2", "gpt")  # gated by gelu, or plain gelu
 
 
@@ -322,7 +323,9 @@ class LayerProgram:
         """``SwitchGLU`` with rows in the order of their experts."""
         p, chosen = self.program, part.num_experts_per_tok
         rows = self.batch * self.length * chosen
-        gates = p.softmax(self.project(x, "gate", part.num_experts, self.hidden))
+        gates = self.project(x, "gate", part.num_experts, self.hidden)
+        sigmoid = self.architecture.model_type.startswith(SIGMOID_GATES)
+        gates = p.unary("Sigmoid" if sigmoid else "Softmax", gates)
         top = p.op("ArgPartition", [gates], gates.shape, FLOAT32)
         top = p.stop_gradient(p.slice(top, 2, 0, chosen))
         scores = p.take_along_axis(gates, top)

@@ -9,6 +9,7 @@ at most to the need of the longer one.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from uma.engines.mlx_phases import (
     Generation,
@@ -56,6 +57,7 @@ def decode_within(generation: Generation) -> Moment:
     return _most(generation, "decode", _lengths(SHORTEST_CACHE, 4), need, decode_cache_bytes)
 
 
+@lru_cache(maxsize=256)
 def _whole_prompt(workload: Inference, tokens: int) -> Inference:
     return replace(workload, context_tokens=tokens, prompt_tokens=tokens)
 

@@ -23,14 +23,24 @@ EXPERT_GROUPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The shape of one micro-batch: ``sequences`` of ``length`` tokens."""
+    """One micro-batch: ``sequences`` of ``length`` tokens on each of ``parts`` devices.
+
+    Attention has a part of the heads and all tokens instead: under tensor parallelism, whose
+    sequences are split outside of it (Megatron, arXiv:2205.05198, section 4.2.2), and between
+    DeepSpeed-Ulysses' all-to-alls (arXiv:2309.14509, section 3.1).
+    """
 
     sequences: int
     length: int
+    parts: int = 1
 
     @property
     def tokens(self) -> int:
         return self.sequences * self.length
+
+    def pairs(self, heads: int) -> int:
+        """Scores of one device: its part of ``heads``, all tokens with all tokens."""
+        return self.sequences * heads * self.length**2 * self.parts
 
 
 def decoder_layer(run: Program, layer: Layer, x: Tensor, hidden: int, batch: Batch) -> Tensor:
@@ -177,7 +187,7 @@ def _eager(run: Program, q: Tensor, k: Tensor, v: Tensor, heads: int, batch: Bat
 
     ``eager_attention_forward``: the softmax saves its float32 output; both products save theirs.
     """
-    pairs = batch.sequences * heads * batch.length * batch.length
+    pairs = batch.pairs(heads)
     width = q.width
     q_size, k_size, v_size = (side.size_bytes for side in (q, k, v))
     saved_qk = (q.buffer, k.buffer)

@@ -82,6 +82,7 @@ class Step:
         self.memory = Memory()
         self.run = Program(Graph(self.memory), layers)
         self.kept: list[Buffer | None] = []
+        self.sharded = 0  # gradients that are where they stay
 
     def peaks(self) -> StepPeaks:
         self.memory.begin("forward")
@@ -105,9 +106,12 @@ class Step:
         del saved
         if settings.head_trained:
             self.run.gradient(hidden * self.architecture.vocab_size)
+            # FSDP's root has embeddings and head, and is whole until its last gradient.
+            self.sharded = 1
         if node is None:
             raise UsageError("none of the targets is a matrix whose adapter we know how to train")
         self.run.graph.backward(node, grad)
+        self._shard()
         del grad, node
         if settings.embedding_trained:
             self.run.gradient(hidden * self.architecture.vocab_size)
@@ -153,6 +157,7 @@ class Step:
         """``x``; the backward pass is in layer ``index`` once it comes here."""
 
         def back(grad: Buffer) -> Sequence[Buffer]:
+            self._shard()
             self.memory.begin(f"layer {index}")
             return [grad]
 
@@ -175,13 +180,12 @@ class Step:
             out = self._layers(layers, leaf, index)
             assert out.node is not None
             assert leaf.node is not None
-            before = len(self.run.parameter_gradients)
             node = out.node
             if not self.settings.reentrant:
                 del out
             self.run.graph.backward(node, grad)
             self.run.kept.clear()
-            self._shard(before)
+            self._shard()
             found = leaf.node.grad if products is None or products else None
             if self.settings.keeps_inputs:
                 self.kept += [leaf.buffer, found]
@@ -201,15 +205,15 @@ class Step:
         width = self.run.settings.compute_width
         return self.memory.buffer(self.batch.tokens * (rows // 2 + mixed) * width)
 
-    def _shard(self, first: int) -> None:
+    def _shard(self) -> None:
         """Gradients of a layer that every device keeps a part of once they are reduced."""
-        shards = self.settings.gradient_shards
+        gradients, shards = self.run.parameter_gradients, self.settings.gradient_shards
         if self.settings.drops_gradients:
-            del self.run.parameter_gradients[first:]
+            gradients.clear()
         elif shards > 1:
-            whole = sum(b.size_bytes for b in self.run.parameter_gradients[first:])
-            part = self.memory.buffer(whole // shards)
-            self.run.parameter_gradients[first:] = [part]
+            whole = sum(b.size_bytes for b in gradients[self.sharded :])
+            gradients[self.sharded :] = [self.memory.buffer(whole // shards)]
+            self.sharded = len(gradients)
 
 
 def validation_bytes(

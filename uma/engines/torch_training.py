@@ -9,6 +9,7 @@ from math import ceil
 
 from uma.architecture.layers import Architecture, Parameter
 from uma.engines import schemes
+from uma.engines.torch_deepspeed import deepspeed_terms
 from uma.engines.torch_layers import Batch
 from uma.engines.torch_model import (
     COPIED,
@@ -29,13 +30,12 @@ from uma.memory.term import MemoryTerm
 from uma.workload import TrainingWorkload
 
 # What torch's allocator holds of freed blocks: a share of all that is not there from the start, and
-# of the logits, whose blocks fit nothing else. Fitted by scripts/fit_training.py.
-SLACK = 0.23
-LOGITS_SLACK = 0.33
-VARIABLE_SLACK = 1.0  # of what a batch makes forward, where batches differ in length
-FSDP_SLACK = 0.7  # of all that is not there from the start, full training under FSDP 1
-
-DEEPSPEED_BUCKET = 500_000_000  # elements (DeepSpeed 0.16, runtime/zero/config.py)
+# of the logits, whose blocks fit nothing else. Runs bound by the update have a pool too: what their
+# backward pass freed. Fitted by scripts/fit_training.py.
+SLACK = 0.24
+LOGITS_SLACK = 0.31
+VARIABLE_SLACK = 1.04  # of what a batch makes forward, where batches differ in length
+FSDP_SLACK = 0.93  # of all that is not there from the start, full training under FSDP 1
 
 # Names of the same matrices in other families, by the roles that a layer is laid out in.
 ROLES = {
@@ -115,7 +115,8 @@ def step_settings(model: Model) -> StepSettings:
     # FSDP without DeepSpeed keeps whole gradients between batches (torch, FSDP.no_sync).
     whole = workload.grad_accumulation_steps > 1 and not settings.deepspeed
     sharded = spread.zero_stage >= 2 and not whole
-    offloads = spread.zero_stage >= 2 and bool(spread.offload_optimizer)
+    # DeepSpeed has a buffer for them, which is counted apart; offloaded ones leave the device.
+    elsewhere = spread.zero_stage >= 2 and (settings.deepspeed or bool(spread.offload_optimizer))
     return StepSettings(
         stream_width=_stream_width(model),
         head_width=model.weight_width if _is_float32_head(model) else workload.dtype_bytes,
@@ -126,7 +127,7 @@ def step_settings(model: Model) -> StepSettings:
         head_trained=full and workload.num_layers is None,
         embedding_trained=full and workload.num_layers is None,
         gradient_shards=(spread.shards if sharded else 1) * spread.tensor,
-        drops_gradients=settings.optimizer_in_backward or offloads,
+        drops_gradients=settings.optimizer_in_backward or elsewhere,
         selective=settings.selective,
         offloads_inputs=settings.offloads_inputs,
         holds_last_graph=settings.holds_last_graph,
@@ -172,8 +173,8 @@ def step(model: Model) -> StepPeaks:
 
 def _batch(model: Model) -> Batch:
     workload, spread = model.workload, model.workload.sharding
-    length = ceil(workload.max_seq_length / (spread.tensor * spread.sequence))
-    return Batch(workload.batch_size, length)
+    parts = spread.tensor * spread.sequence
+    return Batch(workload.batch_size, ceil(workload.max_seq_length / parts), parts)
 
 
 def _later_terms(model: Model) -> list[MemoryTerm]:
@@ -267,8 +268,8 @@ def _state_terms(model: Model) -> list[MemoryTerm]:
         states = ceil(optimizer_states(model).device_bytes / state_shards / split)
         source = f"{workload.optimizer}, by shape"
         terms.append(MemoryTerm("optimizer_states", states, "exact", source))
-    if settings.deepspeed and not spread.offload_optimizer:
-        terms += _deepspeed_terms(model, state_shards * split)
+    if settings.deepspeed:
+        terms += deepspeed_terms(model)
     elif spread.data > 1 and not spread.zero_stage:
         terms.append(_bucket_term(model))
     if settings.modules_to_save:
@@ -296,23 +297,6 @@ def _saved_modules_term(model: Model) -> MemoryTerm:
     return MemoryTerm("adapters", size, "exact", "peft, modules_to_save, with states")
 
 
-def _deepspeed_terms(model: Model, shards: int) -> list[MemoryTerm]:
-    """Float32 copies of what is trained and the rest of their states, and the two buckets.
-
-    DeepSpeed 0.16, ``runtime/bf16_optimizer.py``, ``zero/stage_1_and_2.py``; buckets of 5e8
-    elements each (``zero/config.py``, ``reduce_bucket_size``, ``allgather_bucket_size``).
-    """
-    elements = trained_elements(model)
-    width = model.weight_width if model.trains_all else model.settings.adapter_width
-    states = 2 * (FLOAT32 - width)  # AdamW's are float32 too
-    master = ceil(elements * (FLOAT32 + states) / shards)
-    bucket = min(DEEPSPEED_BUCKET, elements) * model.workload.dtype_bytes
-    return [
-        MemoryTerm("master_weights", master, "exact", "float32 copies of trained weights"),
-        MemoryTerm("other", 2 * bucket, "bound", "reduce and all-gather buckets"),
-    ]
-
-
 def _gathered_bytes(model: Model) -> int:
     """FSDP's root unit, which stays whole, and one layer."""
     spread, architecture = model.workload.sharding, model.architecture
@@ -330,15 +314,13 @@ def _gathered_bytes(model: Model) -> int:
 
 def _optimizer_terms(model: Model) -> list[MemoryTerm]:
     spread, settings = model.workload.sharding, model.settings
-    if spread.offload_optimizer or settings.optimizer_in_backward:
+    if spread.offload_optimizer or settings.optimizer_in_backward or settings.deepspeed:
         return []
     split = spread.tensor * spread.pipeline
     parts = (spread.shards if spread.zero_stage else 1) * split
     elements = trained_elements(model)
     width = model.weight_width if model.trains_all else settings.adapter_width
     held = ceil(elements * width / (parts if spread.zero_stage >= 2 else split))
-    if settings.deepspeed:  # gradients of the float32 copies beside those of the weights
-        held += ceil(elements * FLOAT32 / parts)
     foreach = settings.foreach and model.workload.optimizer in ("adam", "adamw")
     temporary = ceil(step_temporary_bytes(elements, width, foreach=foreach) / parts)
     return [

@@ -98,6 +98,23 @@ class LayerTape(tuple[Operation, ...]):
             found.append((fresh, parameters, tuple(again), more, scores))
         return found
 
+    def elements(self, weight_elements: float) -> int:
+        """Those of all operations in one command buffer."""
+        fresh, weights, known = self._elements
+        if weight_elements not in known:
+            known[weight_elements] = fresh + sum([int(n * weight_elements) for n in weights])
+        return known[weight_elements]
+
+    @cached_property
+    def _elements(self) -> tuple[int, list[int], dict[float, int]]:
+        counted = self.counted
+        return sum([one[0] for one in counted]), [one[1] for one in counted if one[1]], {}
+
+    @cached_property
+    def size_bytes(self) -> tuple[int, int]:
+        """Bytes of all operations, and those of attention."""
+        return sum(more for *_, more, _ in self.counted), sum(held for *_, held in self.counted)
+
 
 @dataclass(slots=True)
 class Tape:
@@ -324,6 +341,10 @@ def _encoded(tape: LayerTape, weight_elements: float, operations: int, elements:
 
     ``operations`` and ``elements`` are those of the open buffer before it; after it they come last.
     """
+    whole = elements + tape.elements(weight_elements)
+    if operations + len(tape) <= MAX_OPERATIONS and whole <= MAX_ELEMENTS:
+        size, scored = tape.size_bytes
+        return [size], [scored], (operations + len(tape), whole)
     activations, attention = [0], [0]
     size = scored = first = 0
     for place, (fresh, parameters, again, more, scores) in enumerate(tape.counted):

@@ -91,9 +91,15 @@ def _gather_mm(p: Program, step: Step, g: Value, place: int) -> Value:
     x, matrices, _, index = step.inputs
     if place == 0:
         return p.gather_mm(g, p.swapped(matrices), index)
-    rows = p.flatten(x, 0, len(x.shape) - 2), p.flatten(g, 0, len(g.shape) - 2)
-    shape = (matrices.shape[0], matrices.shape[2], matrices.shape[1])
-    return p.swapped(p.op("SegmentedMM", rows, shape))
+    count = matrices.shape[0]
+    ends = p.op("ScatterAxis", [p.zeros((count,), 4), index], (count,))
+    ends = p.op("Scan", [ends], (count,))
+    ends = p.concatenate([p.source(1, width=4), ends], 0)
+    ends = p.op("AsStrided", [ends], (count, 2), None, (ends.shape, (1, 1), 0))
+    by_rows = p.transpose(p.flatten(g, 0, len(g.shape) - 2), 1, 0)
+    given = [by_rows, p.flatten(x, 0, len(x.shape) - 2), ends]
+    made = p.op("SegmentedMM", given, (count, matrices.shape[2], matrices.shape[1]))
+    return p.swapped(made)
 
 
 def _reversed_scan(p: Program, step: Step, g: Value, _: int) -> Value:

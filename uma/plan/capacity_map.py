@@ -162,19 +162,7 @@ def _mlx_widths(
             source = locate(name, **asked)
             case = mlx_case(source, place.machine, request, asked=asked, architecture=architecture)
             first = case if first is None else first
-            yield sharing(case, first)
-
-
-def sharing(case: MlxCase, first: MlxCase) -> MlxCase:
-    """``case`` with what is known of ``first``, the same model in another format.
-
-    On Metal alone, where a format has one form and activations of one width.
-    """
-    if case.machine.backend != "metal" or case is first:
-        return case
-    known = first.cases[-1]
-    cases = (replace(own, outputs=known.outputs, shared=known.shared) for own in case.cases)
-    return replace(case, cases=tuple(cases))
+            yield case.like(first)
 
 
 def _other_widths(

@@ -28,7 +28,6 @@ from uma.plan.capacity_map import (
     on,
     runs,
     scaled,
-    sharing,
     verdicts_at,
     weights_of,
 )
@@ -84,8 +83,6 @@ def _cases(
         asked = first.changed(Change(bits=bits))
         if asked is None:
             continue
-        if isinstance(asked, MlxCase) and isinstance(first, MlxCase):
-            asked = sharing(asked, first)
         for kv_bits in KV_BITS:
             cached = _with_cache(asked, kv_bits)
             if cached is not None:

@@ -34,6 +34,7 @@ class Way:
 
 WAYS = (
     Way("QLoRA", "lora", 4),
+    Way("QLoRA by uma lora train", "lora", 4, trainer="uma"),
     Way("DoRA on 4 bits", "dora", 4),
     Way("LoRA", "lora", 16),
     Way("full, all layers", "full", 16, all_layers=True),

@@ -23,7 +23,7 @@ from uma.plan.engine_case import budget_under, engine_case
 from uma.plan.estimate import Asked, Change, Estimate, ceiling_bytes, default_engine
 from uma.plan.inference import Request
 from uma.plan.inverses import largest_context
-from uma.plan.mlx_case import mlx_case
+from uma.plan.mlx_case import MlxCase, mlx_case
 from uma.quantization import quantization_of_config
 from uma.speed.decode import decode_tps
 from uma.speed.processor import processors_of
@@ -251,11 +251,14 @@ def _mlx_formats(
         budget_bytes=wanted.budget_bytes,
         reserve_bytes=wanted.reserve_bytes,
     )
+    first: MlxCase | None = None
     for bits in widths:
         if bits <= held:
             asked: dict[str, Any] = {} if bits == held else {"bits": bits}
             source = locate(name, **asked)
-            yield mlx_case(source, search.machine, request, asked=asked, architecture=architecture)
+            case = mlx_case(source, search.machine, request, asked=asked, architecture=architecture)
+            first = case if first is None else first
+            yield case.like(first)
 
 
 def _best(formats: Iterator[Asked], search: _Search) -> tuple[Asked | None, bool]:

@@ -81,6 +81,17 @@ class MlxCase:
         """The same on another machine of the same backend: what is known of its needs is kept."""
         return replace(self, machine=machine)
 
+    def like(self, other: "MlxCase") -> "MlxCase":
+        """The same with what is known of ``other``, the same model in another format.
+
+        On Metal alone, where a format has one form and activations of one width.
+        """
+        if self.machine.backend != "metal" or other.machine.backend != "metal":
+            return self
+        known = other.cases[-1]
+        cases = (replace(own, outputs=known.outputs, shared=known.shared) for own in self.cases)
+        return replace(self, cases=tuple(cases))
+
     def plan(self) -> InferencePlan:
         return plan_cases(self.cases, self.request, self.machine)
 
@@ -155,7 +166,7 @@ class MlxCase:
                 asked={"bits": change.bits},
                 architecture=self.architecture,
                 beside=self.cases[-1].beside,
-            )
+            ).like(self)
         except UsageError:
             return None
 

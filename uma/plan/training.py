@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from uma.frozen import dataclass
 from uma.ledger import Ledger, Verdict, peak
-from uma.machine import verdict
 from uma.memory.term import Phase
 from uma.plan.training_case import Needs, TrainingCase
 from uma.plan.training_checks import check, notes
@@ -12,6 +11,7 @@ from uma.plan.training_data import WorstBatch
 from uma.plan.training_inverses import largest
 from uma.plan.training_measures import Measure, measures
 from uma.plan.training_places import Places, places
+from uma.plan.training_verdict import least_bytes, pool_note, training_verdict
 from uma.units import format_gib
 
 __all__ = ["Measure", "TrainingCase", "TrainingEstimate", "training_estimate"]
@@ -63,13 +63,14 @@ def training_estimate(case: TrainingCase, data: WorstBatch | None = None) -> Tra
     needs = Needs()
     terms = case.terms()
     phase, needed = peak(terms)
+    least = least_bytes(terms)
     needs.found[needs.key(case)] = needed
     devices = case.machine_devices
     lines = (case.budget.budget_bytes // devices, case.budget.limit_bytes // devices)
     lying = places(case)
     room = _host_room_bytes(case) if lying.host_bytes else None
     crowded = room is not None and lying.host_bytes * _on_a_host(case) > room
-    result: Verdict = "exceeds" if crowded else verdict(needed * devices, case.budget)
+    result: Verdict = "exceeds" if crowded else training_verdict(case, needed, least)
     return TrainingEstimate(
         case,
         Ledger(terms, *lines, result),
@@ -77,7 +78,7 @@ def training_estimate(case: TrainingCase, data: WorstBatch | None = None) -> Tra
         case.trainable_parameters,
         largest(case, terms, needs),
         measures(case, needs) if needed > case.room_bytes else (),
-        (*_host_notes(case, lying, room), *notes(case)),
+        (*pool_note(case, needed, least), *_host_notes(case, lying, room), *notes(case)),
         lying,
         room,
         data,

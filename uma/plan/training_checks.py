@@ -39,7 +39,9 @@ def _mlx_reasons(case: TrainingCase) -> Iterator[str]:
         if "8bit" in workload.optimizer or "paged" in workload.optimizer:
             why = " (bitsandbytes', which needs CUDA; uma lora train has an 8-bit AdamW of its own)"
         yield f"{name} has no optimizer {workload.optimizer!r}{why}; it has {', '.join(known)}"
-    if workload.loss != "naive":
+    if workload.loss != "naive" and case.trainer == "uma":
+        yield "uma lora train always computes the loss in slices: leave --loss out"
+    elif workload.loss != "naive":
         yield (
             f"mlx_lm.lora computes all logits at once; --loss {workload.loss} is not its own: "
             "--trainer uma computes them in slices"

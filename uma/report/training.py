@@ -13,10 +13,18 @@ from uma.workload import Sharding
 
 
 def training_text(
-    found: TrainingEstimate, model_name: str, largest_model: ListedModel | None = None
+    found: TrainingEstimate,
+    model_name: str,
+    largest_model: ListedModel | None = None,
+    traced: tuple[MemoryTerm, ...] | None = None,
 ) -> str:
-    """The verdict, the terms, the phases, what fits, and what would help."""
-    return "\n".join(_lines(found, model_name, largest_model))
+    """The verdict, the terms, the phases, what fits, what would help; a traced step's phases."""
+    lines = [*_lines(found, model_name, largest_model)]
+    if traced is not None:
+        totals = phase_totals(traced).items()
+        phases = ", ".join(f"{name} {format_gib(size)} ({size:,} B)" for name, size in totals)
+        lines.append(f"traced from mlx-lm's own code, nothing evaluated: {phases}")
+    return "\n".join(lines)
 
 
 def _lines(
@@ -27,7 +35,7 @@ def _lines(
     rows = "1 row" if workload.batch_size == 1 else f"{workload.batch_size} rows"
     yield (
         f"{rows} of {workload.max_seq_length:,} tokens, {workload.optimizer}, "
-        f"{_checkpointing(workload.grad_checkpoint)}"
+        f"{_checkpointing(found)}"
     )
     yield ""
     needed, budget = ledger.predicted_peak_bytes, ledger.budget_bytes or 0
@@ -134,14 +142,20 @@ def _method(found: TrainingEstimate) -> str:
     return f"{workload.method}{rank}{base}, {found.trainable_parameters:,} trained parameters"
 
 
-def _checkpointing(every: int) -> str:
+def _checkpointing(found: TrainingEstimate) -> str:
+    every = found.case.workload.grad_checkpoint
+    if found.case.trainer == "uma":
+        return "every layer checkpointed, attention and loss in slices"
     if not every:
         return "no checkpointing"
     return "every layer checkpointed" if every == 1 else f"a checkpoint every {every} layers"
 
 
 def training_json(
-    found: TrainingEstimate, model: dict[str, Any], largest_model: ListedModel | None = None
+    found: TrainingEstimate,
+    model: dict[str, Any],
+    largest_model: ListedModel | None = None,
+    traced: tuple[MemoryTerm, ...] | None = None,
 ) -> dict[str, Any]:
     """The document of ``uma estimate --train --json``."""
     case, ledger = found.case, found.ledger
@@ -177,6 +191,7 @@ def training_json(
         "budget_bytes": ledger.budget_bytes,
         "limit_bytes": ledger.limit_bytes,
         "sharding": _sharding_json(found),
+        "traced": traced and [_term_json(term) for term in traced],
         "headroom_bytes": (ledger.budget_bytes or 0) - needed,
         "verdict": ledger.verdict,
         "largest": {**found.largest, "model": largest_model and largest_model.name},

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from uma.catalog import gpus
 from uma.frozen import dataclass
 from uma.ledger import Verdict
-from uma.machine import Machine, default_reserve_bytes, verdict
+from uma.machine import Machine, default_reserve_bytes
 from uma.plan.compare.candidates import Candidate
 from uma.plan.compare.discrete import host_room_bytes
 from uma.plan.compare.plans import Plan, no_prompt
@@ -21,6 +21,7 @@ from uma.plan.compare.recipes import (
 from uma.plan.compare.training_subject import TrainingSubject
 from uma.plan.compare.unified import with_raised_limit
 from uma.plan.training_case import TrainingCase
+from uma.plan.training_verdict import pool_note, training_verdict
 from uma.speed.processor import processors_of
 from uma.speed.rate import NotKnown, Rate
 from uma.speed.training import HostMemory, training_tps
@@ -38,10 +39,8 @@ NO_LINK = NotKnown("the link between host and card is not known")
 class _Need:
     """Bytes of one device, and of host and disk for all devices together.
 
-    Of ``device_bytes`` the device can do with ``least_bytes``: torch gives freed blocks back before
-    it is out of memory (torch 2.13, ``c10/cuda/CUDACachingAllocator.cpp``,
-    ``release_cached_blocks``). ``moved_bytes`` of each device's states cross the link both ways in
-    every step.
+    Of ``device_bytes`` the device can do with ``least_bytes``, see ``training_verdict``.
+    ``moved_bytes`` of each device's states cross the link both ways in every step.
     """
 
     device_bytes: int
@@ -140,7 +139,7 @@ def _plan(
         verdict=found,
         decode=rate,
         prompt_of=no_prompt,
-        notes=(*_notes(recipe, need, case.room_bytes), *_without_bfloat16(case.machine)),
+        notes=(*_notes(recipe, need, case), *_without_bfloat16(case.machine)),
         short_bytes=short,
         short_of=of,
         quality=recipe.quality,
@@ -189,8 +188,7 @@ def _lacking(candidate: Candidate, case: TrainingCase, need: _Need) -> tuple[Ver
     if needed > room:
         of = f"{where}, {format_gib(room)}{', by the state alone' if _by_weights(case) else ''}"
         return "exceeds", needed - room, of
-    found = verdict(need.device_bytes * devices, case.budget)
-    return "tight" if found == "exceeds" else found, 0, ""
+    return training_verdict(case, need.device_bytes, need.least_bytes), 0, ""
 
 
 def _rate(subject: TrainingSubject, candidate: Candidate, recipe: Recipe) -> Rate | NotKnown:
@@ -241,12 +239,8 @@ def _without_bfloat16(machine: Machine) -> tuple[str, ...]:
     return (note,) if old else ()
 
 
-def _notes(recipe: Recipe, need: _Need, room_bytes: int) -> Iterator[str]:
-    if need.least_bytes <= room_bytes < need.device_bytes:
-        yield (
-            "torch's pool of freed blocks has no room, which costs time: "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keeps it small"
-        )
+def _notes(recipe: Recipe, need: _Need, case: TrainingCase) -> Iterator[str]:
+    yield from pool_note(case, need.device_bytes, need.least_bytes)
     if recipe.workload.method == "full" and recipe.quality in GIVES_UP:
         yield GIVES_UP[recipe.quality]
     if need.moved_bytes:

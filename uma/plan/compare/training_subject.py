@@ -18,6 +18,7 @@ from uma.plan.compare.candidates import Candidate
 from uma.plan.compare.recipes import Kind, Recipe
 from uma.plan.training_case import TrainingCase
 from uma.plan.training_places import Places, places
+from uma.plan.training_verdict import least_bytes
 from uma.quantization import Quantization, quantization_of_config
 from uma.speed.stored import even_reads
 from uma.workload import TrainingWorkload
@@ -82,8 +83,7 @@ class TrainingSubject:
 
         def make() -> tuple[int, int]:
             terms = case.terms()
-            least = [term for term in terms if term.name != "buffer_pool"]
-            return peak(terms)[1] - weights, peak(least)[1] - weights
+            return peak(terms)[1] - weights, least_bytes(terms) - weights
 
         key = (asked, case.settings, case.trainer, case.machine.backend)
         most, least = self._once(key, make)

@@ -48,11 +48,11 @@ def _raised(machine: Doc, found: Doc) -> Iterator[str]:
     budgets = f"{format_gib(last['budget_bytes'])} instead of {format_gib(now['budget_bytes'])}"
     left = format_gib(last["left_bytes"])
     yield f"Up to {budgets} for models, which leaves {left} to the system: {last['command']}."
-    for place, context in enumerate(found["settings"]["contexts"]):
-        yield f"With {context:,} tokens of context: {_gained(machine, found, place, context)}."
+    for context in found["settings"]["contexts"]:
+        yield f"With {context:,} tokens of context: {_gained(machine, found, context)}."
 
 
-def _gained(machine: Doc, found: Doc, place: int, context: int) -> str:
+def _gained(machine: Doc, found: Doc, context: int) -> str:
     best = [one for one in machine["best"] if one["context_tokens"] == context]
     formats = best[-1]["formats"] - best[0]["formats"]
     if not formats:
@@ -64,8 +64,8 @@ def _gained(machine: Doc, found: Doc, place: int, context: int) -> str:
     ]
     names.sort(key=sizes_of(found).__getitem__, reverse=True)
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    new = f"{', '.join(names[:NAMED])}{more}" if names else "no model that does not fit now"
-    return f"{formats} more pairs of model and format fit; models that did not fit in 4 bits: {new}"
+    new = f"{', '.join(names[:NAMED])}{more}" if names else "none"
+    return f"{formats} more pairs of model and format; models that did not fit in 4 bits: {new}"
 
 
 def _held(row: Doc, context: int, limit: int) -> bool:
@@ -83,38 +83,50 @@ def _training(machine: Doc) -> Iterator[str]:
     for row in machine["training"]:
         by_model.setdefault(row["model"], []).append(row)
     for model, rows in by_model.items():
-        yield f"{model}: {'; '.join(map(_method, rows))}."
+        able = [_method(row) for row in rows if row["verdict"] in RUNS]
+        rest = [row["method"] for row in rows if row["verdict"] not in RUNS]
+        not_able = f"not {' nor '.join(rest)}" if rest else ""
+        yield f"{model}: {'; '.join(filter(None, [*able, not_able]))}."
 
 
 def _method(row: Doc) -> str:
     length = row["largest_seq_length"]
-    if length is None:
-        return f"{row['method']} {'is not possible' if row['total_bytes'] is None else 'exceeds'}"
-    return f"{row['method']} {row['verdict']}, rows of up to {length:,} tokens" + speed_words(
-        row, "train"
-    )
+    rows = "" if length is None else f", rows of up to {length:,} tokens"
+    return f"{row['method']} {row['verdict']}{rows}{speed_words(row, 'train')}"
 
 
 def _cards(machine: Doc, found: Doc) -> Iterator[str]:
+    """A sentence for each card: for which models it is faster, as fast, slower."""
     own = {plan["model"]: plan for plan in found["plans"] if plan["machine"] == machine["name"]}
-    cards: dict[str, list[str]] = {}
+    cards: dict[str, dict[str, list[str]]] = {}
     for plan in found["plans"]:
         if plan["kind"] == "discrete" and plan["machine"] != machine["name"]:
-            words = _versus(own.get(plan["model"]), plan)
-            cards.setdefault(plan["machine"], []).append(f"{plan['model']} {words}")
-    for card, words in cards.items():
-        yield f"{card}: {'; '.join(words)}."
+            order, speeds = _versus(own.get(plan["model"]), plan)
+            held = cards.setdefault(plan["machine"], {})
+            held.setdefault(order, []).append(f"{plan['model']}{speeds}")
+    for card, held in cards.items():
+        texts = (f"{order} {', '.join(held[order])}" for order in ORDERS if order in held)
+        yield f"{card}: {'; '.join(texts)}."
 
 
-def _versus(own: Doc | None, plan: Doc) -> str:
+ORDERS = (
+    *("faster for", "about as fast for", "slower for", "at a speed not known runs"),
+    *("runs what does not run here:", "does not run"),
+)
+
+
+def _versus(own: Doc | None, plan: Doc) -> tuple[str, str]:
+    """One of ``ORDERS``, and the speeds: apart where the intervals are."""
     if plan["verdict"] not in RUNS:
-        return "does not run"
+        return ORDERS[5], ""
     if own is None or own["verdict"] not in RUNS:
-        return f"runs{speed_words(plan)} in {plan['format']}, and not here"
+        return ORDERS[4], speed_words(plan)
     if plan["decode_tps"] is None or own["decode_tps"] is None:
-        return "runs, at a speed that is not known"
-    faster = "faster" if plan["decode_tps_low"] > own["decode_tps_high"] else "slower"
-    if faster == "slower" and plan["decode_tps_high"] >= own["decode_tps_low"]:
-        faster = "about as fast"
-    here, there = (f"{number(p['decode_tps'])} ({p['format']})" for p in (own, plan))
-    return f"{faster}, {there} against {here} tokens/s"
+        return ORDERS[3], ""
+    there, here = (f"{number(one['decode_tps'])} {one['format']}" for one in (plan, own))
+    speeds = f" ({there} against {here})"
+    if plan["decode_tps_low"] > own["decode_tps_high"]:
+        return ORDERS[0], speeds
+    if plan["decode_tps_high"] < own["decode_tps_low"]:
+        return ORDERS[2], speeds
+    return ORDERS[1], speeds

@@ -29,9 +29,18 @@ def budget_rows(found: Doc, parts: Sequence[str]) -> list[Row]:
     return rows
 
 
-def sizes_of(found: Doc) -> dict[str, int]:
-    """Parameters of each model of the map, by which it is ordered; 0 where they are not known."""
-    return {model["name"]: model["parameters"] or 0 for model in found["models"]}
+def sizes_of(found: Doc) -> dict[str, float]:
+    """Parameters of each model of the map, by which it is ordered: of the catalog, or its weights.
+
+    0 where nothing is known of it.
+    """
+    sizes: dict[str, float] = {model["name"]: model["parameters"] or 0 for model in found["models"]}
+    for machine in found["machines"]:
+        for row in machine["rows"]:
+            for cell in row["cells"][:1]:
+                weights = 8 * cell["weights_bytes"] / cell["bits_per_weight"]
+                sizes[row["model"]] = sizes[row["model"]] or weights
+    return sizes
 
 
 def map_rows(found: Doc, wanted: int) -> list[Row]:
@@ -137,9 +146,16 @@ def training_rows(found: Doc) -> list[Row]:
             "model": row["model"],
             "method": row["method"],
             "verdict": row["verdict"],
-            "length": row["largest_seq_length"],
+            "label": _length(row),
             "arithmetic": row["reason"] or f"{format_gib(row['total_bytes'])} at 2,048 tokens",
         }
         for machine in found["machines"]
         for row in machine["training"]
     ]
+
+
+def _length(row: Doc) -> str:
+    length = row["largest_seq_length"]
+    if length is not None:
+        return f"{length:,}"
+    return "not possible" if row["total_bytes"] is None else str(row["verdict"])

@@ -7,6 +7,7 @@ for each model or machine that the rows are of.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from math import prod
 from typing import Any, NamedTuple
 
 from uma.errors import RuntimeUnavailable
@@ -32,11 +33,20 @@ PICTURE_WIDTH = 520
 
 
 class Plot(NamedTuple):
-    """Rows, what makes a chart of data, and the keys by which one chart shows but some rows."""
+    """Rows, what makes a chart of data, and the keys by which one chart shows but some rows.
+
+    Its height is ``step`` for each value of the keys ``by``: Vega-Lite warns of steps where the
+    width is that of what is around.
+    """
 
     rows: Sequence[Row]
     chart: Callable[[Any], Any]
     follows: tuple[str, ...] = ()
+    step: int = 280
+    by: tuple[str, ...] = ()
+
+    def height(self) -> int:
+        return self.step * prod(max(1, len({row[key] for row in self.rows})) for key in self.by)
 
 
 def altair() -> Any:
@@ -73,8 +83,9 @@ def page_plots(found: Doc) -> dict[str, Any]:
     made = {}
     for name, plot in (_common(found) | {"one": Plot([], one)}).items():
         if plot.rows or name == "one":
-            spec = plot.chart(alt.NamedData("rows")).to_dict()
-            made[name] = {"spec": spec, "rows": plot.rows, "follows": plot.follows}
+            fit = alt.AutoSizeParams(type="fit-x", contains="padding")
+            chart = plot.chart(alt.NamedData("rows")).properties(width="container", autosize=fit)
+            made[name] = {**plot._asdict(), "chart": chart.to_dict()}
     return made
 
 
@@ -86,8 +97,10 @@ def pictures(found: Doc, kind: str) -> dict[str, bytes]:
     """
     alt, convert, made = altair(), vl_convert(), {}
     for name, title, plot in _single(found):
-        chart = plot.chart(alt.Data(values=plot.rows)).properties(width=PICTURE_WIDTH)
-        spec = chart.properties(title=title, background="white").to_dict()
+        chart = plot.chart(alt.Data(values=plot.rows)).properties(
+            title=title, background="white", width=PICTURE_WIDTH, height=plot.height()
+        )
+        spec = chart.to_dict()
         if kind == "svg":
             made[name] = convert.vegalite_to_svg(spec).encode("utf-8")
         else:
@@ -99,7 +112,9 @@ def _single(found: Doc) -> Iterator[tuple[str, str, Plot]]:
     """A plot for each machine or model that its rows are of, with its name and title."""
     contexts = found["settings"]["contexts"]
     more = {
-        "map": Plot(map_rows(found, contexts[0]), capacity_map(found), ("machine",)),
+        "map": Plot(
+            map_rows(found, contexts[0]), capacity_map(found), ("machine",), 17, ("model",)
+        ),
         "context": Plot(context_rows(found), context, ("machine", "model")),
     }
     for name, plot in (_common(found) | more).items():
@@ -110,7 +125,7 @@ def _single(found: Doc) -> Iterator[tuple[str, str, Plot]]:
             slug = re.sub(r"[^a-z0-9.]+", "-", "-".join(keys).lower()).strip("-.")
             title = ", ".join([TITLES[name].format(contexts[0]), *(printable(k, "") for k in keys)])
             full = name if len(groups) == 1 else f"{name}-{place + 1}-{slug}"
-            yield full, title, Plot(rows, plot.chart)
+            yield full, title, plot._replace(rows=rows)
 
 
 TITLES = {
@@ -128,25 +143,28 @@ def _common(found: Doc) -> dict[str, Plot]:
     """The plots of both the page and the pictures."""
     machines = [machine["name"] for machine in found["machines"]]
     takers = list(dict.fromkeys(plan["machine"] for plan in found["plans"]))
+    pages, bars = ("machine", "model"), 13
     return {
-        "budget": Plot(budget_rows(found, PARTS), budget),
-        "decode": Plot(decode_rows(found), _intervals("bits", machines), ("model",)),
-        "sequences": Plot(sequence_rows(found), sequences, ("machine", "model")),
-        "training": Plot(training_rows(found), training, ("machine",)),
-        "plans": Plot(plan_rows(found), _intervals("model", takers)),
+        "budget": Plot(budget_rows(found, PARTS), budget, (), 30, ("machine",)),
+        "decode": Plot(
+            decode_rows(found),
+            _intervals("bits", machines),
+            ("model",),
+            bars,
+            ("bits", "machine"),
+        ),
+        "sequences": Plot(sequence_rows(found), sequences, pages, bars, ("bits", "cache")),
+        "training": Plot(training_rows(found), training, ("machine",), 26, ("model",)),
+        "plans": Plot(
+            plan_rows(found), _intervals("model", takers), (), bars, ("model", "machine")
+        ),
     }
-
-
-def _wide(chart: Any, height: Any) -> Any:
-    """As wide as what is around it."""
-    fit = altair().AutoSizeParams(type="fit-x", contains="padding")
-    return chart.properties(width="container", height=height, autosize=fit)
 
 
 def budget(data: Any) -> Any:
     alt = altair()
     colors = [VERDICT_COLORS["fits"], VERDICT_COLORS["tight"], VERDICT_COLORS["unknown"]]
-    bars = (
+    return (
         alt.Chart(data)
         .mark_bar()
         .encode(
@@ -159,7 +177,6 @@ def budget(data: Any) -> Any:
             tooltip=["machine:N", "part:N", alt.Tooltip("GiB:Q", format=",.2f")],
         )
     )
-    return _wide(bars, alt.Step(30))
 
 
 def capacity_map(found: Doc) -> Callable[[Any], Any]:
@@ -171,12 +188,13 @@ def capacity_map(found: Doc) -> Callable[[Any], Any]:
             x=alt.X("bits:O", title="bits of a weight", sort=widths, axis=alt.Axis(labelAngle=0)),
             y=alt.Y("model:N", title=None, sort=None),
         )
-        return _cells(base, "GiB:Q", alt.Step(17), [alt.Tooltip("GiB:Q", format=",.2f")], ",.0f")
+        exact = alt.Tooltip("GiB:Q", format=",.2f")
+        return _cells(base, alt.Text("GiB:Q", format=",.0f"), [exact])
 
     return chart
 
 
-def _cells(base: Any, text: str, step: Any, tooltip: list[Any], form: str = ",") -> Any:
+def _cells(base: Any, text: Any, tooltip: list[Any]) -> Any:
     """Rectangles in the colour of their verdict, with words on them."""
     alt = altair()
     scale = alt.Scale(domain=list(VERDICT_COLORS), range=list(VERDICT_COLORS.values()))
@@ -184,8 +202,8 @@ def _cells(base: Any, text: str, step: Any, tooltip: list[Any], form: str = ",")
         color=alt.Color("verdict:N", title=None, scale=scale),
         tooltip=["model:N", "verdict:N", *tooltip],
     )
-    words = base.mark_text(color="white", fontSize=10).encode(text=alt.Text(text, format=form))
-    return _wide(boxes + words, step)
+    words = base.mark_text(color="white", fontSize=10).encode(text=text)
+    return boxes + words
 
 
 def training(data: Any) -> Any:
@@ -194,8 +212,7 @@ def training(data: Any) -> Any:
         x=alt.X("method:N", title=None, sort=None, axis=alt.Axis(labelAngle=0, orient="top")),
         y=alt.Y("model:N", title=None, sort=None),
     )
-    tooltip = ["method:N", "arithmetic:N"]
-    return _cells(base, "length:Q", alt.Step(26), tooltip)
+    return _cells(base, "label:N", ["method:N", "arithmetic:N"])
 
 
 def context(data: Any) -> Any:
@@ -237,7 +254,7 @@ def _over_context(data: Any, color: str, more: list[Any]) -> Any:
             ],
         )
     )
-    return _wide(alt.layer(curve, *more), 280)
+    return alt.layer(curve, *more)
 
 
 def sequences(data: Any) -> Any:
@@ -252,7 +269,7 @@ def sequences(data: Any) -> Any:
         tooltip=["bits:N", "cache:N", alt.Tooltip("sequences:Q", format=",")],
     )
     words = base.mark_text(align="left", dx=3).encode(text=alt.Text("sequences:Q", format=","))
-    return _wide(bars + words, alt.Step(13))
+    return bars + words
 
 
 def _intervals(y: str, machines: list[str]) -> Callable[[Any], Any]:
@@ -272,6 +289,6 @@ def _intervals(y: str, machines: list[str]) -> Callable[[Any], Any]:
         )
         spans = base.mark_rule(strokeWidth=1.5).encode(x="low:Q", x2="high:Q")
         words = base.mark_text(align="left", dx=4, fontSize=9).encode(x="high:Q", text="label:N")
-        return _wide(alt.layer(bars, spans, words), alt.Step(13))
+        return alt.layer(bars, spans, words)
 
     return chart

@@ -17,6 +17,10 @@ Run = Callable[[Sequence[mx.array], Sequence[mx.array], mx.array], tuple[mx.arra
 """``(sequences, constants, state) -> (outputs, state)``; tokens are the second axis."""
 
 
+Place = tuple[int, int]
+"""First token of a chunk and the one after its last."""
+
+
 @contextmanager
 def chunked_recurrences() -> Iterator[None]:
     """Within, mlx-lm's Mamba-2 and gated delta rule work chunk by chunk."""
@@ -94,47 +98,60 @@ def _by_chunks(
     count, length = len(sequences), sequences[0].shape[1]
     places = [(at, min(at + chunk, length)) for at in range(0, length, chunk)]
 
-    def cut(inputs: Sequence[mx.array], place: tuple[int, int]) -> list[mx.array]:
-        return [x[:, place[0] : place[1]] for x in inputs[:count]]
-
     @mx.custom_function
     def scan(*inputs: mx.array) -> Any:
-        state = inputs[-1]
-        outputs: list[mx.array] = []
-        states: list[mx.array] = []
-        for place in places:
-            parts = cut(_after(outputs[-1:], inputs), place)
-            states.append(state)
-            output, state = run(parts, inputs[count:-1], state)
-            outputs.append(output)
-        return mx.concatenate(outputs, axis=1), state, *states[1:]
+        return _forward(run, count, places, inputs)
 
     @scan.vjp
-    def backward(
-        inputs: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[Any, ...]
-    ) -> tuple[mx.array, ...]:
+    def _(inputs: Any, cotangents: Any, outputs: Any) -> Any:
         states = [inputs[-1], *outputs[2:]]
-        by_state = cotangents[1]
-        total: list[mx.array] = []
-        done: list[mx.array] = []
-        found: list[list[mx.array]] = []
-        for place, state in zip(reversed(places), reversed(states), strict=True):
-            parts = cut(_after(done, inputs), place)
-            primals = [*parts, *inputs[count:-1], state]
-            cotangent = [cotangents[0][:, place[0] : place[1]], by_state]
-            *new, by_state = mx.vjp(
-                lambda *x: run(x[:count], x[count:-1], x[-1]), primals, cotangent
-            )[1]
-            found.append(new[:count])
-            sums = [a + b for a, b in zip(total, new[count:], strict=True)] if total else []
-            total = sums or new[count:]
-            done = [*new, by_state, *total]
-        by_parts = zip(*reversed(found), strict=True)
-        joined = [mx.concatenate(list(parts), axis=1) for parts in by_parts]
-        return (*joined, *total, by_state)
+        return _backward(run, count, places, inputs, states, cotangents)
 
     made: Any = scan(*sequences, *constants, state)
     return made[0], made[1]
+
+
+def _forward(run: Run, count: int, places: list[Place], inputs: Sequence[mx.array]) -> Any:
+    """Outputs, the last state, and the states before all chunks but the first."""
+    state = inputs[-1]
+    outputs: list[mx.array] = []
+    states: list[mx.array] = []
+    for place in places:
+        parts = _cut(_after(outputs[-1:], inputs)[:count], place)
+        states.append(state)
+        output, state = run(parts, inputs[count:-1], state)
+        outputs.append(output)
+    return mx.concatenate(outputs, axis=1), state, *states[1:]
+
+
+def _backward(
+    run: Run,
+    count: int,
+    places: list[Place],
+    inputs: Sequence[mx.array],
+    states: Sequence[mx.array],
+    cotangents: Sequence[mx.array],
+) -> tuple[mx.array, ...]:
+    """Gradients of all inputs, from the last chunk to the first."""
+    by_state = cotangents[1]
+    total: list[mx.array] = []
+    done: list[mx.array] = []
+    found: list[list[mx.array]] = []
+    for place, state in zip(reversed(places), reversed(states), strict=True):
+        primals = [*_cut(_after(done, inputs)[:count], place), *inputs[count:-1], state]
+        given = [*_cut(cotangents[:1], place), by_state]
+        *new, by_state = mx.vjp(lambda *x: run(x[:count], x[count:-1], x[-1]), primals, given)[1]
+        found.append(new[:count])
+        sums = [a + b for a, b in zip(total, new[count:], strict=True)] if total else []
+        total = sums or new[count:]
+        done = [*new, by_state, *total]
+    by_parts = zip(*reversed(found), strict=True)
+    joined = [mx.concatenate(list(parts), axis=1) for parts in by_parts]
+    return (*joined, *total, by_state)
+
+
+def _cut(arrays: Sequence[mx.array], place: Place) -> list[mx.array]:
+    return [x[:, place[0] : place[1]] for x in arrays]
 
 
 def _after(done: Sequence[mx.array], inputs: Sequence[mx.array]) -> list[mx.array]:

@@ -36,6 +36,9 @@ SMALLER_HELPS = {
 """Causes after which less work at a time may go through."""
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+LEAVE = signal.SIGTERM
+"""What the child is sent for each of them. SIGINT is lost while MLX's CPU backend looks for a
+compiler: ``system`` ignores it meanwhile (mlx 0.32.4, ``backend/cpu/jit_compiler.cpp``)."""
 
 
 @dataclass(slots=True)
@@ -95,7 +98,7 @@ def run_child(command: Sequence[str], *, allow_sleep: bool) -> Ended:
         )
         signals.pid = child.pid
         if signals.seen:  # it came before there was a child
-            child.send_signal(signals.seen[0])
+            child.send_signal(LEAVE)
         _keep_awake(child.pid, allow_sleep)
         watch = _Watch(child)
         code = watch.wait()
@@ -171,7 +174,7 @@ def _passed_on() -> Iterator[_Signals]:
         signals.seen.append(number)
         if signals.pid is not None:
             with contextlib.suppress(OSError):
-                os.kill(signals.pid, number)
+                os.kill(signals.pid, LEAVE)
 
     former = {}
     if threading.current_thread() is threading.main_thread():
