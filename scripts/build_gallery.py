@@ -64,7 +64,7 @@ def index(reports: dict[str, dict[str, Any]]) -> str:
         title = found["machines"][0]["title"]
         parts += ["", f"## {plain_words(title)}", "", *map(plain_words, found["summary"])]
         for plot, words in SHOWN.items():
-            parts += ["", f"![{words}, {plain_words(title)}]({name}-{plot}.png)"]
+            parts += ["", f"![{words}, {plain_words(title)}]({name}-{plot}.svg)"]
     return "\n".join(parts) + "\n"
 
 
@@ -78,9 +78,9 @@ def main() -> None:
     reports = {}
     for name in asked.only:
         reports[name] = document(name)
-        made = pictures(reports[name], "png")
+        made = pictures(reports[name], "svg")
         for plot in SHOWN:
-            (asked.folder / f"{name}-{plot}.png").write_bytes(made[plot])
+            (asked.folder / f"{name}-{plot}.svg").write_bytes(made[plot])
         if asked.html:
             (asked.folder / f"{name}.html").write_text(page(reports[name]), encoding="utf-8")
         print(f"{name}: written to {asked.folder}")

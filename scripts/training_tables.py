@@ -28,6 +28,7 @@ from uma.machine import budget_of  # noqa: E402
 from uma.machine.named import machine_named  # noqa: E402
 from uma.memory.optimizer_states import mlx_states, torch_states  # noqa: E402
 from uma.memory.weights import weight_bytes  # noqa: E402
+from uma.plan.compare import recipes  # noqa: E402
 from uma.plan.training_case import TrainingCase  # noqa: E402
 from uma.plan.training_checks import MLX_OPTIMIZERS  # noqa: E402
 from uma.plan.training_measures import near_root  # noqa: E402
@@ -375,15 +376,15 @@ def rules_table() -> Iterator[tuple[str, ...]]:
 
 
 def _eight_cards() -> Iterator[tuple[str, ...]]:
-    """Full fine-tuning of 70B on 8 cards of 80 GB, as the article has it."""
+    """Full fine-tuning of 70B on 8 cards of 80 GB, as the article has it, by ``uma compare``."""
     asked = {"method": "full", "max_seq_length": 2048, "mem_kind": "device", **ONE_ROW}
     zero, fsdp = Sharding(data=8, zero_stage=3), Sharding(data=8, zero_stage=3, fsdp=True)
     sizes = [
         torch("llama-3-70b", "8xa100-80gb", settings, sharding=spread, **asked).needed_bytes()
-        for settings, spread in ((DEEPSPEED, zero), (PLAIN, fsdp))
+        for settings, spread in ((recipes.DEEPSPEED, zero), (recipes.PLAIN, fsdp))
     ]
     host = Sharding(data=8, zero_stage=3, offload_optimizer="host")
-    case = torch("llama-3-70b", "8xa100-80gb", DEEPSPEED, sharding=host, **asked)
+    case = torch("llama-3-70b", "8xa100-80gb", recipes.DEEPSPEED, sharding=host, **asked)
     on_host = 8 * places(case).host_bytes
     yield (
         "70B in full on 8 cards of 80 GB with ZeRO 3 or FSDP",

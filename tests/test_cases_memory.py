@@ -1,8 +1,7 @@
 """What people hit, as tests of the estimator: budgets, prefill, caches, models (groups A, B, C, H).
 
 A case is named by its number in the collection that this project was begun with; the line under a
-test says what the public thread says. ``COVERED`` names the tests that stand elsewhere, and
-``LATER`` what no estimator of inference can answer.
+test says what the public thread says. ``COVERED`` names the tests that stand elsewhere.
 """
 
 import re
@@ -68,6 +67,7 @@ COVERED = {
     "D9": "test_measure_memory.py::test_a_mac_without_statistics_says_so",
     "D11": "test_catalog.py::test_a_chip_is_found_by_cores_and_memory",
     "D12": "test_measure_fixtures.py::test_a_longer_structure_of_a_newer_kernel_says_the_same",
+    "D13": "test_report_cli.py::test_measured_runs_stand_beside_their_predictions",
     "D14": "test_measure_diagnosis.py::test_a_reported_state_is_found_with_its_evidence",
     "H7": "test_kv_cache.py::test_a_module_is_uniform_where_mlx_lm_has_no_make_cache",
     "H11": "test_compare_cases.py::"
@@ -79,9 +79,6 @@ COVERED = {
     "H15": "test_machine.py::test_what_other_programs_hold_now_lowers_the_budget",
     "H16": "test_machine.py::test_a_budget_or_reserve_that_leaves_nothing_is_a_usage_error",
     "H17": "test_estimate.py::test_the_terms_under_mlx_are_those_of_a_dry_run",
-}
-LATER = {
-    "D13": "figures of uma report",
 }
 CASES = (
     [f"A{i}" for i in (1, 2, 3, 4, 7, 8, 9, *range(10, 19))]
@@ -96,7 +93,7 @@ CASES = (
 def test_every_case_is_tested_here_or_where_it_is_said_to_be() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
     here = set(re.findall(r'^    """([A-H]\d+)[,:]', text, re.MULTILINE))
-    assert {*COVERED, *LATER, *here} == set(CASES)
+    assert {*COVERED, *here} == set(CASES)
     for case, place in COVERED.items():
         file, _, name = place.partition("::")
         assert f"def {name}(" in (TESTS / file).read_text(encoding="utf-8"), case

@@ -291,12 +291,16 @@ def test_measured_runs_stand_beside_their_predictions(tmp_path: Path) -> None:
         "machine": {"name": "here"},
         "ledger": {"predicted_peak_bytes": 1_050, "measured_peak_bytes": 1_000, "terms": []},
         "speeds": {"generation_tps": 12.5},
+        "settings": {"context_tokens": 8192, "kv_bits": None, "form": "float32"},
     }
     assert write_record(record, tmp_path).note is None
     unmeasured = {**record, "ledger": {"predicted_peak_bytes": 5, "measured_peak_bytes": None}}
     assert write_record(unmeasured, tmp_path).note is None
     (row,) = measured_rows(read_records(tmp_path))
     assert (row["model"], row["error"], row["generation_tps"]) == ("smollm2-135m", 0.05, 12.5)
+    # Case D13: a published column mixed two instruments and settings, and could not be compared.
+    assert row["settings"] == {"context_tokens": 8192, "form": "float32"}
+    assert "mx.get_peak_memory" in row["instrument"]
     assert list(measured_rows(read_records(tmp_path), "2999-01-01")) == []
 
 

@@ -15,7 +15,7 @@ import pytest
 from uma.cli import main
 from uma.report.capacity.page import page as page_of
 from uma.report.capacity.plot_rows import sizes_of
-from uma.units import format_gib
+from uma.units import GIB, format_gib
 
 pytest.importorskip("altair", reason="the extra report is not installed")
 pytest.importorskip("vl_convert", reason="the extra report is not installed")
@@ -299,22 +299,58 @@ def test_it_prints_dark_on_light_without_its_controls(opened: Opened) -> None:
     assert 2 <= pages(opened.page.pdf()) <= 12
 
 
-def test_hostile_names_are_shown_as_text(browser: Any, found: Any, tmp_path: Path) -> None:
-    """A folder may have any name; markup in it is shown and does nothing."""
+RUN = {
+    "time": "2026-11-30T10:00:00",
+    "command": "run",
+    "model": f"ran {HOSTILE}",
+    "predicted_peak_bytes": 3 * GIB,
+    "measured_peak_bytes": 2 * GIB,
+    "error": 0.5,
+    "generation_tps": 12.5,
+    "terms": [
+        {"name": "weights", "phase": "always", "predicted_bytes": GIB, "measured_bytes": None}
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def strange(browser: Any, found: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    """A page with a machine, a model and a run of hostile names, and with what changed."""
     text = json.dumps(found)
     for name in (MODELS[0], MACHINES[0]):
         text = text.replace(f'"{name}"', json.dumps(HOSTILE + name))
-    path = tmp_path / "report.html"
-    path.write_text(page_of(json.loads(text)), encoding="utf-8")
-    opened = Opened(browser, path)
-    opened.choose(one_model="0")
+    report = json.loads(text)
+    report["measured"] = {"runs": [RUN], "note": None}
+    report["changes"] = {"from": "2026-10-01", "texts": ["the budget was 4.00 GiB"], "rows": []}
+    file = tmp_path_factory.mktemp("strange") / "report.html"
+    file.write_text(page_of(report), encoding="utf-8")
+    opened = Opened(browser, file)
+    yield opened
     assert opened.errors == []
-    assert opened.page.locator("img").count() == 0
-    shown = opened.page.inner_text("body")
+
+
+def test_hostile_names_are_shown_as_text(strange: Opened) -> None:
+    """A folder may have any name; markup in it is shown and does nothing."""
+    strange.choose(one_model="0")
+    assert strange.page.locator("img").count() == 0
+    shown = strange.page.inner_text("body")
     assert HOSTILE.replace("\u202e", "\\u202e") in shown
     assert "\u202e" not in shown
-    assert opened.page.locator("#one-machine option").first.inner_text().startswith("<img")
-    opened.page.close()
+    assert strange.page.locator("#one-machine option").first.inner_text().startswith("<img")
+    assert strange.errors == []
+
+
+def test_measured_runs_stand_with_their_errors_and_terms(strange: Opened) -> None:
+    strange.page.click("#measured summary")
+    text = strange.page.inner_text("#measured")
+    for words in ("3.00 GiB", "2.00 GiB", "+50.0 %", "12.5", "weights (always): 1.00 GiB"):
+        assert words in text
+
+
+def test_what_changed_is_told_where_an_old_report_is_given(strange: Opened) -> None:
+    text = strange.page.inner_text("#changes")
+    assert "since 2026-10-01" in text
+    assert "the budget was 4.00 GiB" in text
 
 
 def test_a_report_of_400_models_and_four_in_detail_is_at_most_three_megabytes(found: Any) -> None:

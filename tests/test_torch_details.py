@@ -9,7 +9,7 @@ from test_training_torch import asked, full, model
 from uma.engines import torch_step
 from uma.engines.torch_model import Model, Settings
 from uma.engines.torch_training import step, training_terms
-from uma.ledger import peak
+from uma.ledger import peak, phase_totals
 from uma.memory.loss import Copies
 from uma.memory.term import MemoryTerm
 from uma.units import GB
@@ -98,7 +98,8 @@ def test_deepspeed_steps_its_part_at_once_or_in_sub_groups(
 ) -> None:
     parameters, largest = model("llama-3-70b").num_parameters, 128_256 * 8192
     workload = full(sharding=Sharding(data=8, zero_stage=stage))  # type: ignore[arg-type]
-    terms = training_terms(model("llama-3-70b"), workload, replace(LITGPT, deepspeed=True))
+    settings = replace(LITGPT, deepspeed=True, foreach=False)
+    terms = training_terms(model("llama-3-70b"), workload, settings)
 
     def held(name: str, phase: str) -> int:
         return sum(t.size_bytes for t in terms if t.name == name and t.phase == phase)
@@ -106,8 +107,11 @@ def test_deepspeed_steps_its_part_at_once_or_in_sub_groups(
     kept = sum(held(n, "always") for n in ("gradients", "master_weights", "optimizer_states"))
     assert kept == pytest.approx(always * parameters, rel=1e-6)
     sub_group = 10**9 + largest // 8 if stage == 3 else 0
-    expected = update * parameters + (4 + 4) * sub_group  # float32 gradients, foreach's root
+    expected = update * parameters + (2 + 4) * sub_group
     assert held("gradients", "optimizer") == pytest.approx(expected, rel=1e-6)
+    rooted = training_terms(model("llama-3-70b"), workload, replace(settings, foreach=True))
+    root = sum(phase_totals(rooted).values()) - sum(phase_totals(terms).values())
+    assert root == pytest.approx(2 * sub_group, rel=1e-6)  # 4 and 4 instead of 2 and 4
 
 
 @pytest.mark.parametrize("every", [0, 1])

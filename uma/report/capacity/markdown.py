@@ -287,7 +287,7 @@ def price_words(plan: Doc) -> str:
     return f"{plan['price_usd']:,} ({kind}{note})"
 
 
-MEASURED_HEAD = ("time", "command", "model", "predicted", "measured", "error", "tokens/s")
+MEASURED_HEAD = ("time", "command", "model", "predicted", "measured", "error", "tokens/s", "settings")
 
 
 def _measured(found: Doc) -> str:
@@ -297,6 +297,7 @@ def _measured(found: Doc) -> str:
         lines += [plain_words(note)]
     if runs:
         lines += ["", rows_text(MEASURED_HEAD, [_run(run) for run in runs])]
+        lines += ["", f"Measured by {', '.join({run['instrument']: None for run in runs})}."]
     return "\n".join(lines) if runs or note else ""
 
 
@@ -310,6 +311,7 @@ def _run(run: Doc) -> list[str]:
         format_gib(run["measured_peak_bytes"]),
         "?" if error is None else f"{100 * error:+.1f} %",
         "?" if run["generation_tps"] is None else number(run["generation_tps"]),
+        plain_words(", ".join(f"{key} {value}" for key, value in run["settings"].items())),
     ]
 
 

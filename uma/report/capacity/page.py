@@ -1,7 +1,7 @@
 """A report as one HTML file that needs no network."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from uma.report.capacity.markdown import price_words
@@ -27,6 +27,7 @@ def page(found: Doc) -> str:
         answers=answers(found),
         takers=takers(found),
         prices=list(dict.fromkeys((one["machine"], price_words(one)) for one in found["plans"])),
+        reasons=unknown_rates(found["plans"]),
         data=script_json(page_data(found)),
         plots=plots,
         plots_json=script_json(plots),
@@ -43,6 +44,12 @@ def takers(found: Doc) -> list[str]:
             + [plan["machine"] for plan in found["plans"]]
         )
     )
+
+
+def unknown_rates(plans: Sequence[Doc]) -> list[str]:
+    """Why rates of the plans are not known, each reason once."""
+    named = (one[f"{name}_tps_reason"] for one in plans for name in ("decode", "prompt"))
+    return list(dict.fromkeys(reason for reason in named if reason))
 
 
 def script_json(value: Any) -> Any:

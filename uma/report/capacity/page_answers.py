@@ -47,7 +47,8 @@ def _raised(machine: Doc, found: Doc) -> Iterator[str]:
     now, last = limits[0], limits[-1]
     budgets = f"{format_gib(last['budget_bytes'])} instead of {format_gib(now['budget_bytes'])}"
     left = format_gib(last["left_bytes"])
-    yield f"Up to {budgets} for models, which leaves {left} to the system: {last['command']}."
+    yield f"Up to {budgets} for models, which leaves {left} to the system, until the next restart."
+    yield f"The command is: {last['command']}"
     for context in found["settings"]["contexts"]:
         yield f"With {context:,} tokens of context: {_gained(machine, found, context)}."
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 MEASURED_COMMANDS = ("run", "lora train")
+INSTRUMENT = "MLX's own counter of its peak (mx.get_peak_memory)"
 
 
 def measured_rows(
@@ -11,7 +12,8 @@ def measured_rows(
 ) -> Iterator[dict[str, Any]]:
     """A row for each run whose peak was predicted and measured; ``since`` is a date, or a time.
 
-    ``error`` is (predicted - measured) / measured.
+    ``error`` is (predicted - measured) / measured. ``instrument`` is what measured, and
+    ``settings`` what it was asked to do: without both, figures cannot be compared.
     """
     for record in records:
         time, command = str(record.get("time", "")), record.get("command")
@@ -30,6 +32,12 @@ def measured_rows(
             "context_tokens": _section(record, "settings").get("context_tokens"),
             "predicted_peak_bytes": predicted,
             "measured_peak_bytes": measured,
+            "instrument": INSTRUMENT,
+            "settings": {
+                key: value
+                for key, value in _section(record, "settings").items()
+                if isinstance(value, str | int | float)
+            },
             "error": round((predicted - measured) / measured, 4),
             "terms": [
                 {name: term.get(name) for name in TERM_KEYS}
