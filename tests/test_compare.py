@@ -569,25 +569,32 @@ def test_a_price_says_what_kind_it_is_and_from_when() -> None:
     raised = catalog_price(4699, "3999 at launch (Oct 2025), raised 2026-02-23", "2025")
     assert raised == Price(4699, "list", "2026-02-23")
     assert catalog_price(30000, "widely reported street (hardware-nvidia.ts)", "2022") == Price(
-        30000, "street", "2022"
+        30000, "street"
     )
+    assert catalog_price(650, "launch RTX A2000 12GB", "2021") == Price(650, "launch", "2021")
     assert catalog_price(None, "", "2022") is None
     both = together([Price(100, "user"), Price(1599, "launch", "2022")])
     assert both == Price(1699, "launch", "2022")
+
+
+def read_per_s(row: Row) -> float:
+    """What counts where machines are compared in the same width."""
+    assert row.plan is not None
+    return row.plan.bits_per_weight * (row.decode_tps or 0)
 
 
 def test_nothing_on_the_front_is_beaten_by_another_in_all_three() -> None:
     found = compare(
         subject("llama-3-70b"), candidates(["mac-studio-*"], HOST, {}), Wanted(min_tps=1)
     )
-    priced = [one for one in found.rows if one.runs and one.price_usd is not None]
+    priced = [one for one in found.rows if one.reaches(1) and one.price_usd is not None]
     beaten = [one for one in priced if one not in found.front]
     assert found.front
     assert beaten
     for one in beaten:
         assert any(
             (other.price_usd or 0) <= (one.price_usd or 0)
-            and (other.decode_tps or 0) >= (one.decode_tps or 0)
+            and read_per_s(other) >= read_per_s(one)
             for other in found.front
         )
 

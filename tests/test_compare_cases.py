@@ -122,7 +122,9 @@ def test_what_does_not_fit_is_never_the_cheapest_nor_on_the_front() -> None:
         for row in found.rows
         if row.reaches(10) and (row.price_usd or 10**9) < (found.cheapest.price_usd or 0)
     ]
-    assert cheaper == []
+    tight = [row.plan is not None and row.plan.verdict == "tight" for row in cheaper]
+    assert all(tight)
+    assert {row.candidate.name for row in cheaper} == {name for name, why in found.left_out}
 
 
 def test_a_discrete_plan_never_wins_without_its_host() -> None:
@@ -139,3 +141,27 @@ def test_the_host_keeps_what_its_system_needs() -> None:
     plan = best_plan(subject("llama-3-70b"), machine("rtx-4090"), Wanted(min_bits=8)).plan
     assert plan is not None
     assert plan.host_bytes <= HOST.memory_bytes - 4 * GIB
+
+
+def test_more_context_does_not_make_it_faster() -> None:
+    """Two cards of 10 GB: 4 bits are tight at 8k and on the host at 16k; 5 bits are slower."""
+    speeds = []
+    for context in (8192, 16_384):
+        wanted = Wanted(prefer="speed")
+        found = best_plan(subject("gemma-3-27b", context), machine("2xrtx-3080-10gb"), wanted)
+        assert found.decode_tps is not None
+        speeds.append(found.decode_tps)
+    assert speeds[0] > speeds[1]
+
+
+def test_the_most_memory_to_spare_is_counted_on_the_host_too() -> None:
+    found = best_plan(subject("llama-3-70b"), machine("rtx-4090"), Wanted(prefer="context"))
+    assert found.plan is not None
+    assert found.plan.bits == 4
+
+
+def test_where_no_speed_is_known_the_fewest_bytes_are_the_fastest() -> None:
+    found = best_plan(subject("qwen3-30b-a3b"), machine("rtx-5050"), Wanted(prefer="speed"))
+    assert found.plan is not None
+    assert isinstance(found.plan.decode, NotKnown)
+    assert found.plan.bits == 4

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def test_a_spreadsheet_has_a_line_a_machine(capsys: pytest.CaptureFixture[str]) 
         ("compare llama-3-70b --price 4090", 2, "NAME=USD"),
         ("compare llama-3-70b --price nonsense=5 --machine h100", 2, "nonsense"),
         ("compare llama-3-70b --min-tps nan", 2, "--min-tps nan"),
-        ("compare llama-3-70b --host-bandwidth inf", 2, "--host-bandwidth inf"),
+        ("compare llama-3-70b --host-bandwidth inf", 2, "not in the range"),
         ("compare llama-3-70b --context 8k,x --machine h100", 2, "'x' is not a number of tokens"),
         ("compare llama-3-70b --context 99999999", 2, "16,777,216"),
         ("compare llama-3-70b --price h100=-5", 2, "NAME=USD"),
@@ -264,7 +265,7 @@ def test_the_cost_of_its_use_is_told_with_rent_and_electricity(
     )
     assert main(command.split()) == 0
     text = capsys.readouterr().out
-    assert "cheapest with 10 tokens/s: mac-studio-m5-ultra-96, US$ 6,511 in 3 years" in text
+    assert "of those with a price: mac-studio-m5-ultra-96, US$ 6,511 in 3 years" in text
     assert "costs in US$ over 8,760 hours of work, 0.3 US$/kWh at full power:" in text
     assert "2.49/h rent" in text
     plans = {plan["machine"]: plan for plan in document(capsys, command)["plans"]}
@@ -299,8 +300,8 @@ def test_a_longer_context_can_be_kept_room_for(capsys: pytest.CaptureFixture[str
     assert "at 8,192 tokens of context with room for 131,072, one request" in text
     own = [*command.split(), "--min-context", "128k", "--price", "h100=9", "--host-price", "1"]
     assert main(own) == 0
-    said = "cheapest with 10 tokens/s and room for 131,072: h100, US$ 10 user"
-    assert said in capsys.readouterr().out
+    said = "cheapest with 10 tokens/s and room for 131,072, of those with a price of today: h100"
+    assert f"{said}, US$ 10 user" in capsys.readouterr().out
 
 
 def test_each_node_of_several_macs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,3 +315,103 @@ def test_each_node_of_several_macs_is_told(capsys: pytest.CaptureFixture[str]) -
     assert "over Thunderbolt, mlx" in text
     assert "each of 2 Macs holds" in text
     assert "mlx.launch --backend jaccl" in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--host-bandwidth 1e308",
+        "--train full --host-disk 4TB --disk-bandwidth 1e308",
+        "--kwh 1e308 --hours-per-day 24 --years 100 --json",
+        "--min-tps 1e308",
+        f"--host-power {'9' * 400}",
+        f"--price h100=1{'0' * 400} --hours-per-day 8 --years 3 --kwh 0.3",
+        f"--rent h100={'9' * 400}",
+        "--host-ram -5GB",
+    ],
+)
+def test_numbers_that_no_machine_has_are_refused(
+    capsys: pytest.CaptureFixture[str], options: str
+) -> None:
+    assert main(f"compare llama-3-8b --machine h100 {options}".split()) == 2
+    assert "GiB" not in capsys.readouterr().err
+
+
+def test_each_context_has_its_own_cheapest_and_front_among_all_machines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    alone = document(capsys, "compare gemma-3-27b -c 8k")
+    found = document(capsys, "compare gemma-3-27b -c 8k,128k")
+    short, _ = found["contexts"]
+    assert short["cheapest"] == alone["cheapest"] is not None
+    assert short["pareto_front"] == alone["pareto_front"]
+    assert short["cheapest"] in {plan["machine"] for plan in found["plans"]}
+
+
+def test_a_row_of_contexts_says_what_else_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    command = (
+        "compare llama-3-8b --machine h100 --machine mac-mini-m5-pro-24 -c 8k,32k --concurrency 4 "
+        "--hours-per-day 8 --years 3 --kwh 0.3"
+    )
+    assert main(command.split()) == 0
+    text = capsys.readouterr().out
+    assert "costs in US$ over 8,760 hours of work" in text
+    assert "each / all together, first token of the last" in text
+    assert "mac-mini-m5-pro-24, 32,768: 4bit resident: " in text
+    assert " too much for the limit of " in text
+
+
+def test_a_spreadsheet_has_the_same_columns_whatever_its_rows_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    heads = []
+    for machines in ("gaudi-3 rtx-4090", "rtx-4090 gaudi-3", "mac-mini-m4-16"):
+        named = [word for name in machines.split() for word in ("--machine", name)]
+        assert main(["compare", "llama-3-70b", "--csv", *named]) in (0, 3)
+        heads.append(capsys.readouterr().out.splitlines()[0])
+    assert len(set(heads)) == 1
+    assert {"options", "devices"} <= set(heads[0].split(","))
+
+
+def test_two_macs_have_the_title_of_two(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "compare llama-3-8b --machine 2xmac-studio-m3-ultra-512")
+    assert found["plans"][0]["title"] == "2 x Mac Studio M3 Ultra, 512 GiB"
+
+
+def test_why_nothing_trains_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, said in (
+        ("lora --machine 2xmac-studio-m3-ultra-512", "several Macs together is not planned"),
+        ("lora --machine rtx-3090+rtx-4090", "cards of several kinds is not planned"),
+        ("qlora --min-bits 8 --machine rtx-4090", "qlora is in 4 bits on cards"),
+    ):
+        assert main(f"compare llama-3-8b --train {options}".split()) == 3
+        assert said in capsys.readouterr().out
+
+
+def test_a_training_that_does_not_fit_has_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "compare llama-3-70b --train qlora --machine rtx-4090"
+    assert main(command.split()) == 3
+    text = capsys.readouterr().out
+    line = next(one for one in text.splitlines() if one.startswith("rtx-4090"))
+    assert re.search(r"exceeds +\? ", line)
+    assert "too much even without torch's pool of freed blocks" in text
+
+
+def test_notes_that_differ_in_the_machines_name_alone_are_told_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["compare", "llama-3-70b", "--all"]) == 0
+    notes = [one for one in capsys.readouterr().out.splitlines() if one.startswith("note:")]
+    assert len(notes) < 20
+    assert any(one.endswith("tokens/s: its memory bandwidth is not known") for one in notes)
+
+
+def test_what_is_not_beaten_says_what_speaks_against_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ("mac-studio-m3-ultra-512", "mac-studio-m5-max-128", "mac-studio-m5-ultra-96")
+    named = [word for name in names for word in ("--machine", name)]
+    assert main(["compare", "llama-3-70b", *named]) == 0
+    text = capsys.readouterr().out
+    assert "mac-studio-m3-ultra-512 (not sold now)" in text
+    assert "mac-studio-m5-ultra-96 (launch 2026)" in text

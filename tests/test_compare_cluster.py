@@ -13,7 +13,7 @@ from uma.plan.compare.cluster import PIPELINES, SHARDS, cluster_plans, parts_of
 from uma.plan.compare.plans import first_token_s
 from uma.plan.compare.search import best_plan
 from uma.plan.compare.subject import Subject
-from uma.speed.rate import Rate
+from uma.speed.rate import NotKnown, Rate
 from uma.units import GIB
 from uma.workload import Inference
 
@@ -144,3 +144,10 @@ def test_of_requests_at_once_the_last_waits_for_the_prompts_of_all() -> None:
     assert isinstance(last, Rate)
     assert first.best == pytest.approx(8192 / one.prompt.best + 1 / tps(one.decode))
     assert last.best == pytest.approx(4 * 8192 / one.prompt.best + 4 / tps(four.decode))
+
+
+def test_without_a_known_thunderbolt_the_speed_of_two_macs_is_not_known() -> None:
+    split = plans("llama-3-8b", "2xmac-mini-m5-pro-24", 8)["tensor parallel"]
+    assert isinstance(split.decode, NotKnown)
+    assert "Thunderbolt" in split.decode.reason
+    assert split.prompt == split.decode

@@ -4,7 +4,7 @@ import pytest
 from test_compare import machine, subject
 
 from uma.errors import UsageError
-from uma.plan.compare import HostProfile, Price, Wanted, candidates, compare
+from uma.plan.compare import HostProfile, Price, Wanted, candidates, catalog_candidates, compare
 from uma.plan.compare.candidates import Candidate, with_rents
 from uma.plan.compare.costs import (
     NEVER,
@@ -16,6 +16,7 @@ from uma.plan.compare.costs import (
     tokens_per_joule,
     user_rents,
 )
+from uma.plan.compare.prices import user_prices
 from uma.plan.compare.search import best_plan
 from uma.units import GB
 
@@ -155,3 +156,101 @@ def test_a_slower_slot_slows_what_crosses_it() -> None:
     assert plan is not None
     assert plan.decode_tps is not None
     assert plan.decode_tps < 15.8 * GB / plan.host_bytes
+
+
+def test_the_rent_of_two_macs_is_not_that_of_one() -> None:
+    name = "mac-studio-m3-ultra-512"
+    alone = candidates([name], HostProfile(), {})
+    found = with_rents(alone, {f"2x{name}": 3.0}, HostProfile(), {})
+    assert [(one.name, one.rent_usd_per_h) for one in found] == [(name, None), (f"2x{name}", 3.0)]
+
+
+def test_a_price_of_several_is_that_of_all_of_them() -> None:
+    own = {"2xrtx-3090": Price(1500, "user")}
+    one, two = candidates(["rtx-3090", "2xrtx-3090"], HostProfile(), own)
+    assert one.parts_price is not None
+    assert one.parts_price.kind == "launch"
+    assert two.parts_price == Price(1500, "user")
+    name = "2xmac-studio-m3-ultra-512"
+    (macs,) = candidates([name], HostProfile(), {name: Price(18_000, "user")})
+    assert macs.price == Price(18_000, "user")
+
+
+@pytest.mark.parametrize(
+    "texts", [["a=1500,3"], ["a=1", "a=2"], ["a=1e9"], ["a=" + "9" * 5000], ["a=nan"]]
+)
+def test_a_price_that_is_none_is_refused(texts: list[str]) -> None:
+    with pytest.raises(UsageError, match="--price"):
+        user_prices(texts)
+
+
+def test_prices_have_thousands_and_cents_as_rents_do() -> None:
+    assert user_prices(["a=1,500", "b=1500.50"])["a"].usd == 1500
+    assert user_rents(["a=1.50/h"]) == {"a": 1.5}
+    with pytest.raises(UsageError, match="at most"):
+        user_rents(["a=" + "9" * 400])
+    twice = {"h100": Price(1, "user"), "h100 80gb": Price(2, "user")}
+    with pytest.raises(UsageError, match="twice"):
+        candidates(["h100"], HostProfile(), twice)
+
+
+def test_one_machine_is_compared_once_however_it_is_written() -> None:
+    names = ["RTX-3090", "rtx-3090", "1xrtx-3090", "RTX 3090*", "2xrtx-3090"]
+    found = [one.machine.name for one in candidates(names, HostProfile(), {})]
+    assert len(set(found)) == len(found)
+    assert {"GeForce RTX 3090", "GeForce RTX 3090 Ti"} <= set(found)
+
+
+def test_five_of_each_are_five_cards_and_no_macs() -> None:
+    found = candidates(["5x*"], HostProfile(), {})
+    assert found
+    assert all(len(one.machine.devices) == 5 for one in found)
+
+
+def test_a_machine_of_the_same_price_that_is_better_in_the_same_width_is_not_beaten() -> None:
+    """Of two at 3,000 US$ the M5 Max runs more bits, with less to spare; it is the better one."""
+    own = {name: Price(3000, "user") for name in ("mac-studio-m4-max-64", "mac-studio-m5-max-64")}
+    both = candidates(list(own), HostProfile(), own)
+    found = compare(subject("gemma-3-27b"), both, Wanted(min_tps=12))
+    assert [row.candidate.name for row in found.front] == ["mac-studio-m5-max-64"]
+    assert found.cheapest is not None
+    assert found.cheapest.candidate.name == "mac-studio-m5-max-64"
+
+
+def test_a_tight_plan_is_not_the_cheapest_where_one_fits_and_is_told() -> None:
+    names = {"mac-studio-m4-max-48": 1000, "mac-studio-m3-ultra-96": 3000}
+    own = {name: Price(usd, "user") for name, usd in names.items()}
+    found = compare(subject("llama-3-70b"), candidates(own, HostProfile(), own), Wanted(min_tps=1))
+    assert [row.plan is not None and row.plan.verdict for row in found.rows] == ["fits", "tight"]
+    assert found.cheapest is not None
+    assert found.cheapest.candidate.name == "mac-studio-m3-ultra-96"
+    assert found.left_out == (
+        ("mac-studio-m4-max-48", "would be cheaper, US$ 1,000, but is tight"),
+    )
+
+
+def test_cards_with_a_price_and_no_hosts_are_said_to_be_left_out() -> None:
+    own = {"rtx-4090": Price(500, "user"), MAC: Price(5000, "user")}
+    found = compare(subject("llama-3-8b"), candidates(own, HostProfile(), own), Wanted())
+    ((name, why),) = found.left_out
+    assert name == "rtx-4090"
+    assert "--host-price" in why
+
+
+def test_where_any_speed_will_do_one_that_is_not_known_does() -> None:
+    host, own = HostProfile(price=Price(1, "user")), {"rtx-4090-laptop": Price(2000, "user")}
+    cards = candidates(own, host, own)
+    any_speed = compare(subject("llama-3-8b"), cards, Wanted(min_tps=0))
+    assert any_speed.rows[0].decode_tps is None
+    assert any_speed.cheapest is any_speed.rows[0]
+    fast = compare(subject("llama-3-8b"), cards, Wanted(min_tps=10))
+    assert fast.cheapest is None
+    assert "the speed is not known" in (fast.cheapest_reason or "")
+
+
+def test_the_cheapest_has_a_row_and_cards_of_unknown_speed_come_last() -> None:
+    sold = catalog_candidates(HostProfile(), {}, sold=True)
+    found = compare(subject("llama-3-8b"), sold, Wanted(), shown=12)
+    assert found.cheapest in found.rows
+    assert len(found.rows) == 12
+    assert all(row.decode_tps is not None for row in found.rows)

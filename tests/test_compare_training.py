@@ -102,11 +102,10 @@ def test_qlora_of_70b_trains_on_48_gb_and_on_24_gb_it_does_not() -> None:
 def test_full_70b_with_float32_states_exceeds_8_cards_of_80_gb() -> None:
     plans = tried(subject("llama-3-70b", "full"), "8xh100", LARGE_HOST)
     mixed = [one for one in plans if one.quality == MIXED and not lies_elsewhere(one)]
-    zero_3 = [one for one in mixed if one.technique.startswith("full, ZeRO 3")]
+    zero_3 = next(one for one in mixed if one.technique == "full, ZeRO 3, checkpointing")
+    # DeepSpeed's estimator counts float32 gradients of everything, its update has a sub-group's.
     assert pytest.approx(158.7 * GB, rel=1e-3) == 18 * LLAMA_70B / 8
-    assert zero_3
-    for one in zero_3:  # weights and gradients in 16 bits, a copy, gradients and states in 32
-        assert one.device_bytes / 8 > 18 * LLAMA_70B / 8
+    assert 16 * LLAMA_70B < zero_3.device_bytes < 1.05 * 18 * LLAMA_70B
     for one in mixed:
         assert not one.runs
         assert one.device_bytes / 8 > 16 * LLAMA_70B / 8 > 80 * GIB

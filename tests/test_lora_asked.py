@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from uma.cli import lora_train, main
+from uma.cli import lora_supervise, lora_train, main
 from uma.cli.lora_asked import Asked, arguments, written
+from uma.runtime.lora.supervise import DETACHED
 
 
 @pytest.fixture
@@ -49,6 +50,34 @@ def test_no_variable_speaks_for_an_option_of_the_child(
     monkeypatch.setenv("UMA_ITERS", "50")
     assert parse(["lora", "train", "--data", str(tmp_path)]).iters == 50
     assert parse(arguments(asked)).iters == 1000
+
+
+def test_what_is_asked_to_be_0_is_said_to_the_child(
+    parse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--learning-rate", "0", "--scale", "0", "--warmup", "0", "--seed", "0"]
+    asked = parse(["lora", "train", "--data", str(tmp_path), *options, "--max-grad-norm", "0"])
+    assert asked.learning_rate == asked.scale == asked.max_grad_norm == 0
+    for given in (arguments(asked, lora_train.defaults()), arguments(asked)):
+        again = parse(given)
+        assert replace(again, adapter_path=asked.adapter_path) == asked
+    monkeypatch.setenv("UMA_WARMUP", "50")
+    monkeypatch.setenv("UMA_DROPOUT", "0.5")
+    assert replace(parse(arguments(asked)), adapter_path=asked.adapter_path) == asked
+
+
+def test_detach_in_the_settings_does_not_speak_for_the_detached_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would begin another one, without an end."""
+    begun = []
+    for name in ("detach", "supervise"):
+        monkeypatch.setattr(lora_supervise, name, lambda _, name=name: begun.append(name) or 0)
+    monkeypatch.setenv("UMA_DETACH", "1")
+    assert main(["lora", "train", "--data", str(tmp_path)]) == 0
+    monkeypatch.setenv(DETACHED, "1")
+    assert main(["lora", "train", "--data", str(tmp_path)]) == 0
+    assert begun == ["detach", "supervise"]
 
 
 def test_sizes_are_read_before_anything_is_loaded(

@@ -4,7 +4,7 @@ import json
 import struct
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -13,8 +13,10 @@ from models import saved_model
 
 from uma.cli import lora_train, main
 from uma.cli.lora_asked import Asked
+from uma.cli.lora_config import OPTIMIZERS
 from uma.errors import RuntimeUnavailable
 from uma.runtime.lora.event_file import EventFile, event, record
+from uma.runtime.lora.optimizer import Name
 from uma.runtime.lora.trackers import reporting, trackers
 
 DOCS = Path(__file__).parents[1] / "docs" / "lora.md"
@@ -120,6 +122,9 @@ def test_nested_keys_reach_their_options(asked: Any, tmp_path: Path) -> None:
     assert settings_of("adamw", found.optimizer_config) == {"weight_decay": 0.5}
     assert settings_of("adam", found.optimizer_config) is None
     assert settings_of("adam", '{"eps": 1e-6}') == {"eps": 1e-6}
+    single = written(tmp_path, {"lora_parameters": {"keys": "self_attn.q_proj"}})
+    assert asked("-c", single).keys == ["self_attn.q_proj"]
+    assert get_args(Name) == OPTIMIZERS
 
 
 @pytest.mark.parametrize(
@@ -140,6 +145,9 @@ def test_nested_keys_reach_their_options(asked: Any, tmp_path: Path) -> None:
         ("prompt_feature: question", "give the rows of the data set the key 'prompt'"),
         ("lr_schedule: {name: cosine}", "unknown schedule 'cosine'"),
         ("optimizer_config: {betas_: 1}", "adam has no setting 'betas_'"),
+        ("optimizer: paged-adamw", "unknown optimizer 'paged-adamw'; known: adam, adamw"),
+        ("num_layers: 0", "--num-layers 0 leaves nothing; give 1 or more, or -1 for all"),
+        ("val_batches: 0", "--val-batches 0 leaves nothing"),
         ("data: [a]", "data: ['a'] instead of one value"),
         ("[1, 2]", "holds no keys"),
         ("a: [", "is not YAML"),

@@ -182,6 +182,7 @@ def test_adafactor_takes_the_learning_rate() -> None:
         ({"schedule": {"name": "cosine"}}, r"unknown schedule 'cosine'; known: cosine_decay"),
         ({"schedule": {"name": "cosine_decay"}}, r"do not fit cosine_decay\(init: float, decay_st"),
         ({"schedule": {"name": "cosine_decay", "arguments": ["x", 1]}}, "do not fit"),
+        ({"schedule": {"name": "cosine_decay", "arguments": [math.nan, 9]}}, "is not finite"),
         ({"schedule": {"nam": 1}}, r"a schedule has no 'nam'; it has name, arguments, warmup"),
     ],
 )

@@ -237,6 +237,15 @@ def test_a_dry_run_reads_no_weights(
     assert not Path("adapters").exists()
 
 
+def test_more_iterations_than_checkpoints_can_name_are_refused(
+    base: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("--iters", "--epochs"):
+        assert main(dry(base, data, option, "99999999999999999999")) == 2
+        assert f"{option} asks for" in capsys.readouterr().err
+    assert main(dry(base, data, "--iters", "9999999")) == 0
+
+
 def test_a_plan_that_exceeds_ends_with_3_and_says_what_would_fit(
     base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -321,7 +321,8 @@ def test_dora_on_three_bits_is_refused_by_name() -> None:
     [
         (Adapter(num_layers=9), "the model has 4"),
         (Adapter(num_layers=0), "the model has 4"),
-        (Adapter(num_layers=2, keys=("nothing",)), "no layer is named nothing"),
+        (Adapter(num_layers=2, keys=("nothing",)), "no layer is named nothing; give --keys of mlp"),
+        (Adapter(num_layers=2, keys=("self_attn.q_proj", "v_proj")), "named v_proj; give .*v_proj"),
     ],
 )
 def test_an_adapter_that_cannot_be_put_is_refused(adapter: Adapter, text: str) -> None:

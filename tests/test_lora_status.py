@@ -1,6 +1,7 @@
 """What the folder of a run says of it, to a person and to a program."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,15 @@ def test_a_run_that_left_no_word_is_lost_and_says_what_is_left(tmp_path: Path) -
     assert document["state"] == "lost"
     assert document["checkpoint_iteration"] == 10
     assert document["best_val_loss"] == 3.5
+
+
+def test_a_run_without_a_checkpoint_goes_on_from_the_beginning(tmp_path: Path) -> None:
+    """``--resume`` would be refused."""
+    folder = run(tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    status = read_status(folder)
+    assert status.command == "uma lora train"
+    assert "continue: uma lora train" in status_text(status)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_deepspeed_steps_its_part_at_once_or_in_sub_groups(
     stage: int, always: float, update: float
 ) -> None:
     parameters, largest = model("llama-3-70b").num_parameters, 128_256 * 8192
-    workload = full(sharding=Sharding(data=8, zero_stage=stage))  # type: ignore[arg-type]
+    workload = full(sharding=Sharding(data=8, zero_stage=stage))
     settings = replace(LITGPT, deepspeed=True, foreach=False)
     terms = training_terms(model("llama-3-70b"), workload, settings)
 
@@ -125,20 +125,21 @@ def test_gradients_of_deepspeed_are_in_its_buffer_and_not_in_layers_too(every: i
     assert whole == pytest.approx(2 * model(name).num_parameters, rel=1e-4)
 
 
-@pytest.mark.parametrize("degrees", [{"tensor": 4}, {"sequence": 4}])
-def test_scores_of_all_tokens_are_split_by_heads(degrees: dict[str, int]) -> None:
+@pytest.mark.parametrize("spread", [Sharding(tensor=4), Sharding(sequence=4)])
+def test_scores_of_all_tokens_are_split_by_heads(spread: Sharding) -> None:
     """Megatron and DeepSpeed-Ulysses: each of 4 devices has a quarter of the scores."""
 
     def scores(spread: Sharding) -> int:
         workload = asked(batch_size=1, grad_checkpoint=0, sharding=spread)
-        eager, fused = (
-            step(Model(model("Llama-2-7b-hf"), replace(workload, attention=kind), LITGPT))
-            for kind in ("materialised", "fused")
+        fused = replace(workload, attention="fused")
+        whole, none = (
+            step(Model(model("Llama-2-7b-hf"), one, LITGPT)).forward_bytes
+            for one in (replace(workload, attention="materialised"), fused)
         )
-        return eager.forward_bytes - fused.forward_bytes
+        return whole - none
 
     alone = scores(Sharding())
-    assert scores(Sharding(**degrees)) == pytest.approx(alone / 4, rel=0.01)
+    assert scores(spread) == pytest.approx(alone / 4, rel=0.01)
     softmax = 32 * 32 * 4096**2 * (4 + 2)  # in float32 and its copy, of each layer
     assert alone == pytest.approx(softmax, rel=0.05)
 

@@ -86,6 +86,7 @@ LIMITS = (
     (re.compile(r"^(num_hidden|num|n)_layers?$"), 1_000),
     (re.compile(r"^num_|_(heads?|experts|inputs)$"), 10_000),
 )
+COUNTS = re.compile(r"^(num|n)_|_(size|heads|rank|per_tok)$|^head_dim$")  # never flags
 SIZES = re.compile(r"^(num|n)_|_(size|heads|dim|dims|layers|experts|inputs|rank|per_tok|kernel)$")
 NUMBERS = re.compile(r"^rope_theta$|_(eps|epsilon)$|^max_position_embeddings$")
 NESTED_SIZES = ("attn_config", "ffn_config", "linear_attn_config", "sparse_attention_config")
@@ -249,7 +250,8 @@ def _checked(values: Mapping[str, Any]) -> Mapping[str, Any]:
         if value is None or key in NOT_SIZES or not SIZES.search(key):
             continue
         limit = next((most for keys, most in LIMITS if keys.search(key)), MAX_SIZE)
-        if not isinstance(value, (int, float)) or not 0 <= value <= limit:
+        flag = isinstance(value, bool) and COUNTS.search(key)
+        if flag or not isinstance(value, (int, float)) or not 0 <= value <= limit:
             raise CheckpointError(
                 f"config.json has {key} {value!r}, which is not a size up to {limit:,}"
             )
@@ -273,7 +275,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and 0 < value < math.inf
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def _check_shapes(architecture: Architecture) -> None:

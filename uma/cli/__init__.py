@@ -13,30 +13,27 @@ from uma.units import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``uma`` and return its exit code: the only place that catches ``UmaError``."""
+    """Run ``uma`` and return its exit code: the only place that catches ``UmaError``.
+
+    A reader that closes the pipe, as ``head`` does, has read enough: that is no failure.
+    """
     own_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if own_process and arguments[:1] in (["estimate"], ["compare"], ["report"]):
         # In so short a process looking for cycles takes a fifth of the time, also at its end.
         gc.disable()
         atexit.register(gc.freeze)
+    code = 0
     try:
         _survive_other_encodings()
-        if arguments in (["--help"], ["-h"]):
-            from uma.cli.commands import help_text
-
-            print(help_text(), flush=True)
-            return 0
-        from uma.cli.app import app
-
-        app(args=arguments, prog_name="uma")
+        code = _run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except UmaError as error:
         print(f"uma: {printable(str(error))}", file=sys.stderr)
         if isinstance(error, StorageError):
             _name_variable(str(error))
         return error.exit_code
-    except SystemExit as done:
-        return done.code if isinstance(done.code, int) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -54,9 +51,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in (errno.ENOSPC, errno.EPIPE):
             raise
         leave_unflushed("stdout")
-        if error.errno == errno.ENOSPC:
-            print("uma: the output's disk is full", file=sys.stderr)
+        if error.errno == errno.EPIPE:
+            return code
+        print("uma: the output's disk is full", file=sys.stderr)
         return 1
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    """The exit code of a command."""
+    if arguments in (["--help"], ["-h"]):
+        from uma.cli.commands import help_text
+
+        print(help_text(), flush=True)
+        return 0
+    from uma.cli.app import app
+
+    try:
+        app(args=arguments, prog_name="uma")
+    except SystemExit as done:
+        # typer catches what a closed pipe raises itself, and leaves with 1.
+        if isinstance(done.__context__, BrokenPipeError):
+            raise done.__context__ from None
+        return done.code if isinstance(done.code, int) else 1
     return 0
 
 

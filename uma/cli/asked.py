@@ -1,5 +1,6 @@
 """What the options of ``uma estimate`` ask for: the machine, the engine, the model under it."""
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -36,6 +37,9 @@ OWN_OPTIONS: dict[str, tuple[Engine, str]] = {
     "requests": ("vllm", ""),
     "attn_implementation": ("transformers", "attn_implementation"),
 }
+
+# What ``uma.checkpoint.names`` takes in a model's name for a width that is not MLX's word for it.
+_FOREIGN = re.compile(r"i?q\d\w*|(?P<int>int[48])", re.IGNORECASE)
 
 
 def machine_asked(
@@ -128,17 +132,39 @@ def own_options(engine: Engine, params: dict[str, Any]) -> dict[str, Any]:
 
 
 def mlx_asked(chosen: RunOptions, machine: "Machine") -> "tuple[ModelSource, MlxCase]":
-    """The model as ``uma run`` would plan it."""
+    """The model as ``uma run`` would plan it.
+
+    Raises:
+        UsageError: If ``--quant`` is a format of another engine.
+    """
     from uma.cli.plan import described, is_gguf, located, request_of, require_kv_bits
     from uma.plan.forms import asked_format
     from uma.plan.mlx_case import mlx_case
 
+    _require_own_words(chosen.quant)
     source = described(chosen, located(chosen))
     # What was asked of a GGUF file was done when it was converted.
     asked = {} if is_gguf(source) else asked_format(source, **_format(chosen))
     case = mlx_case(source, machine, request_of(chosen), asked=asked)
     require_kv_bits(chosen, case.architecture)
     return source, case
+
+
+def _require_own_words(quant: str | None) -> None:
+    """
+    Raises:
+        UsageError: If llama.cpp or transformers calls a format so, and MLX does not.
+    """
+    from uma.checkpoint.names import parse_quant
+
+    match = None if quant is None else _FOREIGN.fullmatch(quant)
+    if match is None:
+        return
+    owner = "transformers" if match["int"] else "llama.cpp"
+    raise UsageError(
+        f"--quant {quant} is a format of {owner} (--engine {owner}); mlx has its own: "
+        f"--bits {parse_quant(match[0])[0]}"
+    )
 
 
 def _format(chosen: RunOptions) -> dict[str, Any]:
@@ -157,8 +183,9 @@ def engine_case_asked(
     from uma.machine import budget_of
     from uma.plan.engine_case import engine_case
     from uma.plan.engine_words import format_of_bits, stored_format
+    from uma.plan.inverses import LARGEST_BATCH
 
-    quant = chosen.quant or (format_of_bits(engine, chosen.bits) if chosen.bits else None)
+    quant = chosen.quant or (None if chosen.bits is None else format_of_bits(engine, chosen.bits))
     as_stored = engine == "llama.cpp" and quant is None
     # The format is the engine's own: what the name stands for without it.
     plain = chosen._replace(quant=None, bits=None)
@@ -174,6 +201,11 @@ def engine_case_asked(
     )
     assert chosen.context is not None  # it has a default here
     sequences = max(chosen.batch_size, options.pop("n_parallel", None) or 1)
+    if engine == "llama.cpp" and sequences > LARGEST_BATCH[engine]:
+        raise UsageError(
+            f"--batch-size {sequences}: llama.cpp runs at most {LARGEST_BATCH[engine]} sequences "
+            "at once"
+        )
     case = engine_case(
         architecture_from_config(source.config),
         engine,

@@ -42,7 +42,9 @@ def compare(
     min_tps: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Tokens per second that are fast enough. [default: 10; to train, any]"
+            min=0,
+            max=1e9,
+            help="Tokens per second that are fast enough. [default: 10; to train, any]",
         ),
     ] = None,
     min_context: Annotated[
@@ -87,27 +89,33 @@ def compare(
         str, typer.Option(help="Memory of the machine that cards are in, as sold.")
     ] = "64GB",
     host_bandwidth: Annotated[
-        float, typer.Option(min=1, help="GB/s of that memory: 89.6 is two channels of DDR5-5600.")
+        float,
+        typer.Option(
+            min=1, max=1e6, help="GB/s of that memory: 89.6 is two channels of DDR5-5600."
+        ),
     ] = 89.6,
     pcie: Annotated[
         Literal["3", "4", "5"] | None,
         typer.Option(help="Generation of its slots (x16). [default: that of the card]"),
     ] = None,
     host_disk: Annotated[
-        str | None, typer.Option(help="train: room on its disk for weights and states, as 2TB.")
+        str | None, typer.Option(help="Room on its disk, as 2TB: for weights, to train for states too.")
     ] = None,
     disk_bandwidth: Annotated[
-        float | None, typer.Option(min=0.001, help="train: GB/s of that disk.")
+        float | None, typer.Option(min=0.001, max=1e6, help="GB/s of that disk.")
     ] = None,
     host_price: Annotated[
-        int | None, typer.Option(min=0, help="US$ of that machine without cards.")
+        int | None, typer.Option(min=0, max=10**9, help="US$ of that machine without cards.")
     ] = None,
     host_power: Annotated[
-        int | None, typer.Option(min=0, help="Watts of that machine without cards, at work.")
+        int | None,
+        typer.Option(min=0, max=10**6, help="Watts of that machine without cards, at work."),
     ] = None,
     price: Annotated[
         list[str] | None,
-        typer.Option(help="What a machine or a card costs you, as NAME=USD; repeatable."),
+        typer.Option(
+            help="What a machine, a card or several (2xrtx-3090) cost you, as NAME=USD; repeatable."
+        ),
     ] = None,
     rent: Annotated[
         list[str] | None,
@@ -120,7 +128,7 @@ def compare(
         float | None, typer.Option(min=0, max=100, help="Years of use, for the total cost.")
     ] = None,
     kwh: Annotated[
-        float | None, typer.Option(min=0, help="US$ of a kWh; 0 leaves electricity out.")
+        float | None, typer.Option(min=0, max=1000, help="US$ of a kWh; 0 leaves electricity out.")
     ] = None,
     launch_prices: Annotated[
         bool, typer.Option("--launch-prices", help="Let prices at launch be the cheapest.")

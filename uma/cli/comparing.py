@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 MIN_TPS = 10.0
 LINKS = {"3": 15.8, "4": 31.5, "5": 63.0}  # GB/s of x16 in one direction, as in gpus.csv
 GENERATING = ("context", "min_context", "concurrency", "kv_bits")
-TRAINING = ("rank", "max_seq_length", "batch_size", "host_disk", "disk_bandwidth")
+TRAINING = ("rank", "max_seq_length", "batch_size")
 GENERATED_BY = ("llama.cpp", "mlx", "accelerate", "vllm")
 TRAINED_BY = ("mlx", "peft", "deepspeed", "fsdp")
+_TRAINERS = (
+    "mlx is for Macs, peft for cards, fsdp for several, deepspeed for several or with a part of "
+    "the state on the host"
+)
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+[km]?", re.IGNORECASE)
 
 
@@ -73,6 +77,8 @@ def _host(asked: dict[str, Any]) -> "HostProfile":
     from uma.machine.named import sold_bytes
     from uma.plan.compare import HostProfile, Price
 
+    if not re.match(r"\s*\d", asked["host_ram"]):
+        raise UsageError(f"--host-ram {asked['host_ram']!r}: write it as 64GB")
     price, disk = asked["host_price"], asked["host_disk"]
     link, rate = LINKS.get(asked["pcie"] or ""), asked["disk_bandwidth"]
     return HostProfile(
@@ -179,20 +185,24 @@ def _compared(
     host: "HostProfile",
     wanted: "Wanted",
 ) -> "list[Comparison]":
-    """One for each context, of the machines that are shown for the longest."""
+    """One for each context, of the machines that are shown for the longest, and its cheapest."""
     from dataclasses import replace
 
     from uma.plan.compare import compare
-    from uma.plan.compare.search import SHOWN
+    from uma.plan.compare.search import SHOWN, kept_names, only
 
     here, others = _candidates(asked, host)
     shown = None if asked["all_"] or asked["machine"] else SHOWN
     *shorter, longest = subjects
-    last = compare(longest, others, wanted, shown, here)
-    if not shorter:
-        return [last]
-    kept = [replace(r.candidate, alone=None) for r in last.rows if r.candidate is not here]
-    return [*(compare(one, kept, wanted, None, here) for one in shorter), last]
+    last = compare(longest, others, wanted, None, here)
+    names = {row.candidate.name for row in last.rows}
+    if shown is not None:
+        names = kept_names(last, shown)
+    # A pair that is shown has a plan in every column.
+    others = [replace(one, alone=None) if one.name in names else one for one in others]
+    found = [*(compare(one, others, wanted, None, here) for one in shorter), last]
+    names |= {one.cheapest.candidate.name for one in found if one.cheapest is not None}
+    return [only(one, names) for one in found] if shown is not None else found
 
 
 def _configuration(
@@ -243,6 +253,7 @@ def _trainer(emit: Any, subject: "TrainingSubject", row: "Row") -> str:
         DoesNotFit: If nothing of it fits.
     """
     from uma import __version__
+    from uma.plan.compare.search import NO_TRAINER
     from uma.plan.compare.subject import Subject
     from uma.plan.emit.configuration import WRITTEN_FOR
     from uma.plan.emit.peft import Training
@@ -252,10 +263,8 @@ def _trainer(emit: Any, subject: "TrainingSubject", row: "Row") -> str:
 
     plan, name = row.plan, row.candidate.name
     if plan is None or plan.recipe is None or (plan.recipe.engine == "mlx") != (emit == "mlx"):
-        raise UsageError(
-            f"--emit {emit} has no plan for {name}: mlx is for Macs, peft for cards, fsdp for "
-            "several, deepspeed for several or with a part of the state on the host"
-        )
+        reason = _TRAINERS if row.reason in (None, NO_TRAINER) else row.reason
+        raise UsageError(f"--emit {emit} has no plan for {name}: {reason}")
     if not plan.runs:
         raise DoesNotFit(
             f"--emit {emit}: no plan fits {name}; {plan.technique}: {plan.shortcoming(0)}"

@@ -88,7 +88,9 @@ def arguments(asked: Asked, defaults: Mapping[str, Any] = MappingProxyType({})) 
     for field in fields(asked):
         value = getattr(asked, field.name)
         default = None if field.name == "adapter_path" else defaults.get(field.name)
-        if field.name != "model" and value not in (None, False, default):
+        # By identity: a 0 that is asked for equals False.
+        unsaid = value is None or value is False or value == default
+        if field.name != "model" and not unsaid:
             found += _option(field.name, value)
     return found
 

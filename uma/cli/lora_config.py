@@ -16,6 +16,7 @@ from uma.errors import UsageError
 
 _ADAPTER = ("rank", "scale", "dropout", "keys")
 _FEATURES = ("prompt_feature", "completion_feature", "text_feature", "chat_feature")
+OPTIMIZERS = ("adam", "adamw", "adamw8bit", "adafactor", "lion", "muon", "sgd")
 _NEVER = ("config", "help", "model_argument", "json", "dry_run", "detach", "progress", "yes")
 
 
@@ -40,6 +41,8 @@ def use_config(context: typer.Context, path: Path | None) -> Path | None:
             raise UsageError(f"{path}: unknown key {key!r}; known: {', '.join(known)}")
     for name, value in values.items():
         _require(path, options[name], name, value)
+        if getattr(options[name], "multiple", False) and value is not None:
+            values[name] = value if isinstance(value, list) else [value]
     context.default_map = {**(context.default_map or {}), **_given(values)}
     return path
 
@@ -212,6 +215,8 @@ def check_optimizer(
     Raises:
         UsageError, RuntimeUnavailable: As the optimizer and the trackers do.
     """
+    if optimizer not in OPTIMIZERS:
+        raise UsageError(f"unknown optimizer {optimizer!r}; known: {', '.join(OPTIMIZERS)}")
     schedule = mapping_of(lr_schedule, "--lr-schedule")
     settings = settings_of(optimizer, optimizer_config)
     if schedule or settings:

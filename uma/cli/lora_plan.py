@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from uma.cli.lora_asked import Asked
 from uma.cli.options import size_option
 from uma.cli.progress import say
-from uma.errors import DoesNotFit
+from uma.errors import DoesNotFit, UsageError
 
 if TYPE_CHECKING:
     from uma.checkpoint.source import ModelSource
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _OPTIMIZERS = {"adamw8bit": "adamw-8bit"}
 """Our names of optimizers, in the words of estimates where they differ."""
+
+MOST_ITERATIONS = 9_999_999
+"""Checkpoints are named by seven digits."""
 
 
 def print_plan(asked: Asked) -> int:
@@ -158,8 +161,14 @@ def course_of(
     from uma.runtime.lora.train import Course
 
     batches = -(-len(rows_of(asked, splits).train) // asked.batch_size)
+    iters = asked.iters if asked.epochs is None else asked.epochs * batches
+    if iters > MOST_ITERATIONS:
+        raise UsageError(
+            f"{'--iters' if asked.epochs is None else '--epochs'} asks for {iters:,} iterations; "
+            f"{MOST_ITERATIONS:,} are the most"
+        )
     course = Course(
-        iters=asked.iters if asked.epochs is None else asked.epochs * batches,
+        iters=iters,
         batch_size=asked.batch_size,
         grad_accumulation_steps=asked.grad_accumulation_steps,
         seed=asked.seed,

@@ -157,7 +157,7 @@ def _smaller(asked: Asked) -> Asked | None:
 def detach(asked: Asked) -> int:
     """Let another process supervise, without this terminal; wait until training has begun."""
     from uma.measurement.run_folder import events, unwritable
-    from uma.runtime.lora.supervise import child_environment
+    from uma.runtime.lora.supervise import DETACHED, child_environment
 
     _require_idle(asked)
     asked = _on_disk(asked)
@@ -174,7 +174,7 @@ def detach(asked: Asked) -> int:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=child_environment(),
+            env={**child_environment(), DETACHED: "1"},
             start_new_session=True,
         )
     while process.poll() is None and _begins(events(folder)) == begun:

@@ -21,6 +21,7 @@ from uma.cli.lora_options import (
     ReportTo,
 )
 from uma.cli.options import chosen_model
+from uma.errors import UsageError
 
 
 def train(
@@ -151,6 +152,9 @@ def train(
     opt.require_numbers(
         scale=asked.scale, learning_rate=asked.learning_rate, max_grad_norm=asked.max_grad_norm
     )
+    for option, number in (("num-layers", num_layers), ("val-batches", val_batches)):
+        if number == 0:
+            raise UsageError(f"--{option} 0 leaves nothing; give 1 or more, or -1 for all")
     if asked.budget != "auto":
         opt.size_option(asked.budget, "--budget")
     opt.size_option(asked.reserve, "--reserve")
@@ -159,7 +163,7 @@ def train(
 
 
 def _dispatch(asked: Asked) -> int:
-    from uma.runtime.lora.supervise import PARENT
+    from uma.runtime.lora.supervise import DETACHED, PARENT
 
     if asked.dry_run:
         from uma.cli.lora_plan import print_plan
@@ -171,7 +175,9 @@ def _dispatch(asked: Asked) -> int:
         return work(asked, int(os.environ[PARENT]))
     from uma.cli.lora_supervise import detach, supervise
 
-    return detach(asked) if asked.detach else supervise(asked)
+    # ``detach`` may stand in config.toml, where it would speak for the detached process too.
+    wanted = asked.detach and DETACHED not in os.environ
+    return detach(asked) if wanted else supervise(asked)
 
 
 def defaults() -> dict[str, Any]:

@@ -9,6 +9,8 @@ from uma.errors import CheckpointError, DataError, DoesNotFit, UsageError
 from uma.workload import DEFAULT_NUM_LAYERS, Engine, MemoryKind, TrainingWorkload
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from uma.checkpoint.source import ModelSource
     from uma.dataset.lengths import Lengths
     from uma.machine import Machine
@@ -94,14 +96,24 @@ def _lengths(asked: TrainOptions, source: "ModelSource", quiet: bool) -> "Length
     if not asked.data.exists():
         raise DataError(f"{asked.data} is no file and no folder; give JSON lines")
     folder = asked.tokenizer or source.path
+    if folder is not None and folder.is_file() and folder.name == "tokenizer.json":
+        folder = folder.parent
     if folder is None or not folder.is_dir():
-        where = f"{folder} is no folder" if folder else f"no file of {source.name} is on this disk"
+        where = (
+            f"no file of {source.name} is on this disk" if folder is None else _no_folder(folder)
+        )
         raise CheckpointError(
             f"--data counts tokens with the model's tokenizer, and {where}: give a model's folder, "
             "or --tokenizer with one that has tokenizer.json"
         )
     with progress("counting tokens", quiet=quiet) as show:
         return lengths_of(asked.data, partial(FileEncoder(folder).lengths, progress=show))
+
+
+def _no_folder(path: "Path") -> str:
+    if path.is_file():
+        return f"{path} is a file of weights, beside which none is read"
+    return f"{path} is no folder"
 
 
 def _case(
@@ -118,6 +130,11 @@ def _case(
             f"--train with --engine {engine}: it does not train; mlx and transformers do"
         )
     trains_mlx = engine == "mlx" or (engine is None and machine.kind != "discrete")
+    if not trains_mlx and machine.kind != "discrete":
+        raise UsageError(
+            f"--engine {engine} is estimated on CUDA's cards, and {machine.name} has none; give "
+            "--engine mlx, or --machine with a card such as rtx-4090"
+        )
     if trains_mlx and machine.kind == "discrete":
         raise UsageError(f"--engine mlx does not run on {machine.name}; give --engine transformers")
     if exact and not trains_mlx:
@@ -233,6 +250,12 @@ def _torch_case(
     source = described(plain, located(plain))
     if source.config is None:
         raise UnsupportedModel(f"{source.name}: its configuration is not known")
+    if chosen.bits is not None and chosen.quant is not None:
+        raise UsageError("--bits and --quant both say the format of the weights: give one of them")
+    for name in ("mode", "group_size"):
+        if (value := getattr(chosen, name)) is not None:
+            word = name.replace("_", "-")
+            raise UsageError(f"--{word} {value} is of MLX's formats; torch has --quant or --bits")
     named = chosen.quant or {4: "nf4", 8: "int8", None: "bf16", 16: "bf16"}.get(chosen.bits)
     if named is None:
         raise UsageError(

@@ -190,6 +190,7 @@ OF_GENERATION = (
     "parallel",
     "cache_type_k",
     "cache_type_v",
+    "cache_ram",
     "ubatch_size",
     "flash_attn",
     "swa_full",
@@ -215,6 +216,8 @@ def _check_together(context: typer.Context, asked: TrainOptions) -> None:
         raise UsageError(f"--targets {asked.targets!r} names nothing; give such as q_proj,v_proj")
     if asked.train == "full" and given(context, "rank"):
         raise UsageError("--rank is that of adapters; --train full has none")
+    if asked.train == "full" and asked.targets is not None:
+        raise UsageError("--targets are matrices with adapters; --train full has none")
     if asked.fsdp and asked.zero_stage:
         raise UsageError(
             "--fsdp and --zero-stage are two programs for the same: FSDP's full shard is what ZeRO "

@@ -33,7 +33,7 @@ def deepspeed_terms(model: Model) -> list[MemoryTerm]:
     ]
     if model.workload.sharding.offload_optimizer:
         return buckets
-    elements, width = _part(model), gradient_width(model)
+    elements, width = _part(model), _width(model)
     master = elements * (FLOAT32 + 2 * (FLOAT32 - width))  # AdamW's states are float32 too
     found = [MemoryTerm("master_weights", master, "exact", "float32 copies of trained weights")]
     source = "a device's part of them"
@@ -57,7 +57,7 @@ def update_bytes(model: Model) -> int:
     sub-group after the other, which ends with the parameter that fills it (``stage3.py``,
     ``step``, ``_prepare_fp32_grad_for_sub_group``, ``_create_fp16_sub_groups``).
     """
-    elements, width = _part(model), gradient_width(model)
+    elements, width = _part(model), _width(model)
     made = width + (FLOAT32 if width < FLOAT32 else 0)
     if model.workload.sharding.zero_stage == 3:
         largest = ceil(max(map(prod, model.shapes)) * elements / trained_elements(model))
@@ -68,7 +68,7 @@ def update_bytes(model: Model) -> int:
     return elements * max(made, FLOAT32 * (2 if foreach else 1))
 
 
-def gradient_width(model: Model) -> int:
+def _width(model: Model) -> int:
     """Bytes of a trained weight, and of its gradient."""
     return model.weight_width if model.trains_all else model.settings.adapter_width
 

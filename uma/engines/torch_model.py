@@ -34,8 +34,8 @@ class Settings:
     bits (torchtune, litgpt). ``fused_kernels`` are Unsloth's for norms and rotary embeddings,
     ``fused_adapters`` those for adapters. ``foreach`` is torch's default variant of AdamW on CUDA.
     ``quantizes_experts`` holds before transformers 5. ``fsdp_hooks`` is FSDP 1, see
-    ``StepSettings.keeps_inputs``. ``deepspeed`` keeps float32 copies, gradients in both widths and
-    two buckets. ``offloads_inputs`` is Unsloth's checkpointing, ``modules_to_save`` are trained
+    ``StepSettings.keeps_inputs``. ``deepspeed`` is ``torch_deepspeed``'s copies and buffers.
+    ``offloads_inputs`` is Unsloth's checkpointing, ``modules_to_save`` are trained
     copies of embeddings and head, ``empties_cache`` a program that calls ``empty_cache``;
     ``whole_at_load`` one that makes the whole model on each device before it is sharded.
     ``keeps_quantized_inputs`` and ``holds_last_graph`` are ``Linear.keeps_input`` and

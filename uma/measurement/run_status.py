@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,7 @@ def read_status(folder: Path) -> Status:
         checkpoint=int(kept[-1].name) if kept else None,
         adapter=folder if (folder / ADAPTER).is_file() else None,
         best=best if (best / ADAPTER).is_file() else None,
-        command=about.get("command"),
+        command=_command(about, begun=bool(kept)),
     )
 
 
@@ -123,6 +124,14 @@ def _about(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _command(about: dict[str, Any], *, begun: bool) -> str | None:
+    """The command that goes on: without a checkpoint from the beginning, which is no resuming."""
+    command: str | None = about.get("command")
+    if command is None or begun:
+        return command
+    return shlex.join(word for word in shlex.split(command) if word != "--resume")
 
 
 def remember(folder: Path, known: Path) -> None:

@@ -147,9 +147,16 @@ def _check(requests: Sequence[Request], max_model_len: int, block_size: int) -> 
         raise UsageError("paging needs at least one request and blocks of at least one token")
     for request in requests:
         if request.generation_tokens < 1 or request.prompt_tokens < 0 or request.weight < 1:
-            raise UsageError(f"{request} must generate at least one token and have a weight")
+            raise UsageError(f"{_words(request)} must generate a token and come at least once")
         if request.prompt_tokens + request.generation_tokens > max_model_len:
-            raise UsageError(f"{request} is longer than max_model_len {max_model_len:,}")
+            raise UsageError(
+                f"{_words(request)} is longer than max_model_len {max_model_len:,}"
+            )
+
+
+def _words(request: Request) -> str:
+    """A request as ``parse_requests`` reads it."""
+    return f"{request.prompt_tokens}+{request.generation_tokens}x{request.weight}"
 
 
 def _sum_to(tokens: int) -> int:

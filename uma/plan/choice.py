@@ -16,7 +16,7 @@ from uma.catalog.uses import Use, require_use, uses_of
 from uma.checkpoint import default_model
 from uma.checkpoint.source import locate
 from uma.errors import UmaError, UnsupportedModel
-from uma.ledger import Verdict
+from uma.ledger import Verdict, peak
 from uma.machine import Budget, Machine, budget_of
 from uma.memory.reads import evenly_stored, weight_reads
 from uma.plan.engine_case import budget_under, engine_case
@@ -69,7 +69,9 @@ class Speed:
 class Choice:
     """A model in the best format that fits, and the command that runs or estimates it so.
 
-    ``max_context_tokens`` is within the budget, within the limit where the model is ``tight``.
+    ``needed_bytes`` are without MLX's pool, which takes what the budget leaves of ``total_bytes``.
+    ``max_context_tokens`` is within the budget, ``tight_context_tokens`` within the limit, told
+    where the model is tight.
     """
 
     model: ListedModel
@@ -79,9 +81,11 @@ class Choice:
     bits: int
     weights_bytes: int
     total_bytes: int
+    needed_bytes: int
     headroom_bytes: int
     verdict: Verdict
     max_context_tokens: int | None
+    tight_context_tokens: int | None
     speed: Speed
     command: str
     notes: tuple[str, ...] = ()
@@ -291,8 +295,7 @@ def _best(formats: Iterator[Asked], search: _Search) -> tuple[Asked | None, bool
 
 def _choice(model: ListedModel, asked: Asked, told: Sequence[str]) -> Choice:
     estimate = asked.estimate()
-    fits = estimate.ledger.verdict == "fits"
-    limit = asked.budget.budget_bytes if fits else ceiling_bytes(asked.budget)
+    tight = estimate.ledger.verdict == "tight"
     return Choice(
         model=model,
         parameters=asked.architecture.num_parameters,
@@ -301,9 +304,11 @@ def _choice(model: ListedModel, asked: Asked, told: Sequence[str]) -> Choice:
         bits=asked.bits,
         weights_bytes=_weights_bytes(estimate),
         total_bytes=estimate.ledger.predicted_peak_bytes,
+        needed_bytes=peak(t for t in estimate.ledger.terms if t.name != "buffer_pool")[1],
         headroom_bytes=estimate.headroom_bytes,
         verdict=estimate.ledger.verdict,
-        max_context_tokens=largest_context(asked, limit),
+        max_context_tokens=largest_context(asked),
+        tight_context_tokens=largest_context(asked, ceiling_bytes(asked.budget)) if tight else None,
         speed=_speed(estimate),
         command=_command(model, asked, told),
         notes=(FEW_BITS_NOTE,) if asked.bits < FEW_BITS else (),

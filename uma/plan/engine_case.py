@@ -14,6 +14,7 @@ from uma.architecture.left_out import notes_under
 from uma.catalog import model_config
 from uma.checkpoint.names import resolve
 from uma.engines.llama_cpp_weights import device_weight_bytes
+from uma.engines.schemes import scheme_named
 from uma.errors import DoesNotFit, UmaError, UsageError
 from uma.ledger import Ledger, peak
 from uma.machine import Budget, Machine, verdict
@@ -117,6 +118,13 @@ class EngineCase:
             yield from rules.notes(self.architecture, self.settings)
         elif self.engine == "llama.cpp":
             yield from rules.notes(self.architecture)
+        if self.engine != "llama.cpp" and scheme_named(self.format).bits < 16 <= bits_per_weight(
+            self.weights, self.architecture
+        ):
+            yield (
+                f"{self.format} packs matrices of kinds that this model has none of: its weights "
+                "stay in 16 bits"
+            )
         yield from notes_under(self.engine, self.architecture)
         if (
             self.engine == "llama.cpp"

@@ -60,7 +60,8 @@ def forms_of(
     elif not asked and _made_for_mlx(source):
         form = _full_form(source, architecture)
     else:
-        wanted = quantization_for(bits or (None if mode else DEFAULT_BITS), mode, group_size)
+        usual = None if mode else DEFAULT_BITS
+        wanted = quantization_for(usual if bits is None else bits, mode, group_size)
         form = (
             _full_form(source, architecture)
             if wanted is None

@@ -10,7 +10,7 @@ from uma.plan.training_checks import check, notes
 from uma.plan.training_data import WorstBatch
 from uma.plan.training_inverses import largest
 from uma.plan.training_measures import Measure, measures
-from uma.plan.training_places import Places, places
+from uma.plan.training_places import OnHost, Places, on_host, places
 from uma.plan.training_verdict import least_bytes, pool_note, training_verdict
 from uma.units import format_gib
 
@@ -23,7 +23,8 @@ class TrainingEstimate:
 
     ``measures`` are the cheapest ones, in their order, that make it fit: all of them where even
     together they do not; none where it fits as it is. ``host_room_bytes`` is what the host leaves,
-    where something lies there. ``data`` is the worst batch of a data set: the case has its length.
+    where something lies there, ``host_held_bytes`` what lies on one host. ``data`` is the worst
+    batch of a data set: the case has its length.
     """
 
     case: TrainingCase
@@ -35,6 +36,7 @@ class TrainingEstimate:
     notes: tuple[str, ...]
     places: Places
     host_room_bytes: int | None = None
+    host_held_bytes: int = 0
     data: WorstBatch | None = None
 
     @property
@@ -43,10 +45,17 @@ class TrainingEstimate:
         return self.places.host_bytes * self.case.workload.sharding.devices
 
     @property
-    def left_bytes(self) -> int:
-        """What it needs with all measures."""
-        saved = sum(measure.saves_bytes for measure in self.measures)
-        return self.ledger.predicted_peak_bytes - saved
+    def host_excess_bytes(self) -> int:
+        """What the host has too little."""
+        return OnHost(self.host_held_bytes, self.host_room_bytes).excess_bytes
+
+    @property
+    def measures_suffice(self) -> bool:
+        """Whether it fits with all measures, on the device and on the host."""
+        if self.measures:
+            return self.measures[-1].fits
+        needed = self.ledger.predicted_peak_bytes
+        return needed <= self.case.room_bytes and not self.host_excess_bytes
 
     @property
     def disk_bytes(self) -> int:
@@ -67,9 +76,8 @@ def training_estimate(case: TrainingCase, data: WorstBatch | None = None) -> Tra
     needs.found[needs.key(case)] = needed
     devices = case.machine_devices
     lines = (case.budget.budget_bytes // devices, case.budget.limit_bytes // devices)
-    lying = places(case)
-    room = _host_room_bytes(case) if lying.host_bytes else None
-    crowded = room is not None and lying.host_bytes * _on_a_host(case) > room
+    lying, host = places(case), on_host(case)
+    crowded = host.excess_bytes > 0
     result: Verdict = "exceeds" if crowded else training_verdict(case, needed, least)
     return TrainingEstimate(
         case,
@@ -77,30 +85,20 @@ def training_estimate(case: TrainingCase, data: WorstBatch | None = None) -> Tra
         phase,
         case.trainable_parameters,
         largest(case, terms, needs),
-        measures(case, needs) if needed > case.room_bytes else (),
-        (*pool_note(case, needed, least), *_host_notes(case, lying, room), *notes(case)),
+        measures(case, needs) if crowded or needed > case.room_bytes else (),
+        (*pool_note(case, needed, least), *_host_notes(host), *notes(case)),
         lying,
-        room,
+        host.room_bytes,
+        host.held_bytes,
         data,
     )
 
 
-def _on_a_host(case: TrainingCase) -> int:
-    """Devices that share a host."""
-    return min(case.machine_devices, case.workload.sharding.devices)
-
-
-def _host_room_bytes(case: TrainingCase) -> int | None:
-    from uma.plan.compare.discrete import host_room_bytes
-
-    return None if case.machine.host_memory_bytes is None else host_room_bytes(case.machine)
-
-
-def _host_notes(case: TrainingCase, lying: Places, room_bytes: int | None) -> Iterator[str]:
-    if not lying.host_bytes:
+def _host_notes(host: OnHost) -> Iterator[str]:
+    if not host.held_bytes:
         return
-    held = lying.host_bytes * _on_a_host(case)
-    if room_bytes is None:
-        yield f"{format_gib(held)} lie on the host, whose memory is not known: give --host-ram"
-    elif held > room_bytes:
-        yield f"{format_gib(held)} lie on the host, which leaves {format_gib(room_bytes)}"
+    held = format_gib(host.held_bytes)
+    if host.room_bytes is None:
+        yield f"{held} lie on the host, whose memory is not known: give --host-ram"
+    elif host.excess_bytes:
+        yield f"{held} lie on the host, which leaves {format_gib(host.room_bytes)}"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from uma.architecture.layers import Attention, Recurrent
 from uma.errors import UsageError
-from uma.memory.adapters import layer_adapters
+from uma.memory.adapters import is_adaptable, is_target, layer_adapters, trained_layers
 from uma.plan.training_case import TrainingCase
 from uma.workload import Sharding
 
@@ -24,11 +24,21 @@ def check(case: TrainingCase) -> None:
     layers, every = len(case.architecture.layers), case.workload.grad_checkpoint
     if every > layers:
         raise UsageError(f"a checkpoint every {every} layers: the model has {layers}")
+    _check_targets(case)
     if case.engine == "mlx":
         check_mlx_sharding(case.workload.sharding)
     reasons = _mlx_reasons(case) if case.engine == "mlx" else _torch_reasons(case)
     for reason in reasons:
         raise UsageError(reason)
+
+
+def _check_targets(case: TrainingCase) -> None:
+    layers = trained_layers(case.architecture, case.workload)
+    matrices = [p for layer in layers for p in layer.parameters if is_adaptable(p)]
+    for target in case.workload.targets:
+        if not any(is_target(parameter, (target,)) for parameter in matrices):
+            names = sorted({p.name.rsplit(".", 1)[-1] for p in matrices})
+            raise UsageError(f"no matrix is named {target}; this model has {', '.join(names)}")
 
 
 def _mlx_reasons(case: TrainingCase) -> Iterator[str]:
@@ -53,7 +63,7 @@ def _mlx_reasons(case: TrainingCase) -> Iterator[str]:
         )
     if workload.grad_checkpoint > 1:
         yield (
-            f"mlx_lm.lora checkpoints every layer, not every {workload.grad_checkpoint}: leave "
+            f"{name} checkpoints every layer, not every {workload.grad_checkpoint}: leave "
             "--checkpoint-every out"
         )
     if workload.method == "dora" and case.mlx_bits not in (*DORA_BITS, 16):

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 
+from uma.dataset.batches import SMALLEST, padded_length
 from uma.memory.term import MemoryTerm
 from uma.plan.training_case import SHORT, Needs, TrainingCase
+from uma.plan.training_places import on_host
 
 MOST = {"batch_size": 4096, "max_seq_length": 1 << 20, "rank": 4096}  # looked for, not allowed
 TRIES = 12
@@ -19,7 +21,8 @@ def largest(
     """The largest batch, length and rank that fit, each alone; ``None`` where 1 does not."""
     held = sum(t.size_bytes for t in terms if t.phase == "always")
     room, workload = case.room_bytes, case.workload
-    if held > room:
+    host = on_host(case)
+    if held > room or host.excess_bytes:
         return dict.fromkeys(_fields(case))
     found = _own_shapes(case, held, needs) if case.trainer == "uma" else _shapes(case, held, needs)
     if workload.method != "full":
@@ -27,6 +30,14 @@ def largest(
         by_rank = sum(t.size_bytes for t in terms if t.phase == "always" and t.name in names)
         needed = _along(case, needs, "rank")
         found["rank"] = _largest_rank(needed, workload.rank, by_rank, room)
+        if found["rank"] and host.held_bytes and host.room_bytes is not None:
+            on_hosts = _largest_rank(
+                lambda rank: on_host(case.changed(rank=rank)).held_bytes,
+                workload.rank,
+                host.held_bytes,
+                host.room_bytes,
+            )
+            found["rank"] = min(found["rank"], on_hosts or 1)
     return found
 
 
@@ -51,9 +62,22 @@ def _own_shapes(case: TrainingCase, held_bytes: int, needs: Needs) -> dict[str, 
     rows = _largest(needed, asked, held_bytes, case.room_bytes, MOST["max_seq_length"])
     positions = (rows or 0) * SHORT
     return {
-        "batch_size": min(positions // length, MOST["batch_size"]) or None,
-        "max_seq_length": min(positions // batch, MOST["max_seq_length"]) or None,
+        "batch_size": min(positions // padded_length(max(1, length - 1)), MOST["batch_size"])
+        or None,
+        "max_seq_length": min(_longest_row(positions // batch), MOST["max_seq_length"]) or None,
     }
+
+
+def _longest_row(positions: int) -> int:
+    """Tokens of the longest row that is padded to at most ``positions``; 0 where none is.
+
+    >>> _longest_row(6463), padded_length(6144), padded_length(6145)
+    (6145, 6144, 7168)
+    """
+    if positions < padded_length(1):
+        return 0
+    step = max(SMALLEST, (1 << positions.bit_length()) >> 3)
+    return positions - positions % step + 1  # the last token is only a target
 
 
 def _fields(case: TrainingCase) -> tuple[str, ...]:

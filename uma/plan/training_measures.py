@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from uma.frozen import dataclass
 from uma.plan.training_case import Needs, TrainingCase
-from uma.plan.training_places import places
+from uma.plan.training_places import on_host, places
 from uma.units import format_gib
 from uma.workload import Sharding, TrainingWorkload
 
+FLOAT32 = 4
 FEWEST_LAYERS = 4
 SHORTEST_ROW = 128
 
@@ -18,13 +20,17 @@ Find = Callable[[TrainingCase, Needs], Apply | None]
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Something to do differently: what it saves after those before it, and its cost in time."""
+    """Something to do differently: what it saves after those before it, and its cost in time.
+
+    ``fits`` says whether the case fits with it and those before it, on the device and the host.
+    """
 
     name: str
     options: tuple[str, ...]
     saves_bytes: int
     cost: str
     workload: TrainingWorkload
+    fits: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +55,26 @@ def measures(case: TrainingCase, needs: Needs) -> tuple[Measure, ...]:
     chosen: list[tuple[_Kind, Apply]] = []
     now = case
     for kind in _KINDS:
-        if needs(now) <= case.room_bytes:
+        if _fits(now, needs):
             chosen = _without_needless(case, chosen, needs)
             break
         apply = kind.find(now, needs)
-        if apply is not None and needs(apply(now)) < needs(now):
+        if apply is not None and _helps(now, apply(now), needs):
             chosen.append((kind, apply))
             now = apply(now)
-    return tuple(_described(case, [kind for kind, _ in chosen], needs))
+    return tuple(_described(case, chosen, needs))
+
+
+def _fits(case: TrainingCase, needs: Needs) -> bool:
+    return needs(case) <= case.room_bytes and not on_host(case).excess_bytes
+
+
+def _helps(before: TrainingCase, after: TrainingCase, needs: Needs) -> bool:
+    """Whether it saves where there is too little: on the device, or on the host."""
+    crowded, then = on_host(before).excess_bytes, on_host(after).excess_bytes
+    if crowded:
+        return then < crowded and (needs(after) <= max(needs(before), after.room_bytes))
+    return not then and needs(after) < needs(before)
 
 
 def _without_needless(
@@ -67,20 +85,20 @@ def _without_needless(
         left = case
         for _, apply in rest:
             left = apply(left)
-        if needs(left) <= case.room_bytes:
+        if _fits(left, needs):
             chosen = rest
     return chosen
 
 
-def _described(case: TrainingCase, kinds: Sequence[_Kind], needs: Needs) -> Iterator[Measure]:
-    """Each change as it is found after those before it that are left."""
-    for kind in kinds:
-        apply = kind.find(case, needs)
-        assert apply is not None
+def _described(
+    case: TrainingCase, chosen: Sequence[tuple[_Kind, Apply]], needs: Needs
+) -> Iterator[Measure]:
+    """Each change after those before it that are left."""
+    for kind, apply in chosen:
         after = apply(case)
         saved = needs(case) - needs(after)
-        cost = kind.cost(case, after, needs)
-        yield Measure(kind.name, kind.options(after), saved, cost, after.workload)
+        cost, fits = kind.cost(case, after, needs), _fits(after, needs)
+        yield Measure(kind.name, kind.options(after), saved, cost, after.workload, fits)
         case = after
 
 
@@ -146,7 +164,7 @@ def _checkpointing_cost(before: TrainingCase, after: TrainingCase, needs: Needs)
 def _four_bits(case: TrainingCase, needs: Needs) -> Apply | None:
     if case.workload.quantized or case.workload.method == "full":
         return None
-    if case.workload.sharding.tensor > 1:
+    if case.workload.sharding.tensor > 1 or case.settings.weight_width == FLOAT32:
         return None
     if case.engine == "torch":
         return _set(quantized="nf4")
@@ -205,7 +223,8 @@ def _sharded(case: TrainingCase, needs: Needs) -> Apply | None:
     if case.engine == "mlx" or case.machine_devices < 2 or case.workload.sharding.devices > 1:
         return None
     spread = Sharding(data=case.machine_devices, zero_stage=3, fsdp=True)
-    return _set(sharding=spread)
+    settings = replace(case.settings, fsdp_hooks=case.stack == "trainer")
+    return lambda case: replace(case.changed(sharding=spread), settings=settings)
 
 
 def _sent(before: TrainingCase, after: TrainingCase, needs: Needs) -> str:
@@ -217,19 +236,30 @@ def _offloaded_optimizer(case: TrainingCase, needs: Needs) -> Apply | None:
     spread = case.workload.sharding
     if not _may_offload(case) or spread.offload_optimizer or spread.fsdp:
         return None
-    moved = replace(spread, offload_optimizer="host", zero_stage=spread.zero_stage or 2)
-    return lambda case: replace(
-        case.changed(sharding=moved), settings=replace(case.settings, deepspeed=True)
-    )
+    stage = spread.zero_stage or 2
+    return lambda case: _offloaded(case, offload_optimizer="host", zero_stage=stage)
 
 
 def _offloaded_parameters(case: TrainingCase, needs: Needs) -> Apply | None:
     spread = case.workload.sharding
     if not _may_offload(case) or spread.offload_parameters:
         return None
-    moved = replace(spread, offload_optimizer="host", offload_parameters="host", zero_stage=3)
+    both = {"offload_optimizer": "host", "offload_parameters": "host", "zero_stage": 3}
+    return lambda case: _offloaded(case, **both)
+
+
+def _on_disk(case: TrainingCase, needs: Needs) -> Apply | None:
+    """DeepSpeed's ZeRO-Infinity: what the host has no room for."""
+    spread = case.workload.sharding
+    if spread.zero_stage < 3 or spread.fsdp or spread.offload_optimizer != "host":
+        return None
+    return lambda case: _offloaded(case, offload_optimizer="disk")
+
+
+def _offloaded(case: TrainingCase, **changes: Any) -> TrainingCase:
+    spread = replace(case.workload.sharding, **changes)
     settings = replace(case.settings, deepspeed=not spread.fsdp)
-    return lambda case: replace(case.changed(sharding=moved), settings=settings)
+    return replace(case.changed(sharding=spread), settings=settings)
 
 
 def _may_offload(case: TrainingCase) -> bool:
@@ -245,9 +275,14 @@ def _over_the_link(before: TrainingCase, after: TrainingCase, needs: Needs) -> s
     return f"{cost}; Adam on the host"
 
 
+def _to_disk(before: TrainingCase, after: TrainingCase, needs: Needs) -> str:
+    moved = places(after).sent_bytes.get("disk", 0)
+    return f"{format_gib(moved)} to and from the disk for an update"
+
+
 def _offload_words(case: TrainingCase) -> tuple[str, ...]:
     spread = case.workload.sharding
-    sharded = ("--fsdp", "full") if spread.fsdp else ("--zero-stage", str(spread.zero_stage))
+    sharded = () if spread.fsdp else ("--zero-stage", str(spread.zero_stage))
     parameters = ("--offload-parameters", "host") if spread.offload_parameters else ()
     return (*sharded, "--offload-optimizer", "host", *parameters)
 
@@ -317,6 +352,7 @@ _KINDS = (
     ),
     _Kind("optimizer on the host", _offloaded_optimizer, _offload_words, _over_the_link),
     _Kind("parameters on the host", _offloaded_parameters, _offload_words, _over_the_link),
+    _Kind("optimizer on the disk", _on_disk, lambda c: ("--offload-optimizer", "disk"), _to_disk),
     _Kind(
         "shorter rows",
         _shorter_rows,

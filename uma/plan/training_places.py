@@ -11,6 +11,19 @@ FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True)
+class OnHost:
+    """What the devices of one machine keep on its host, and what that leaves, where known."""
+
+    held_bytes: int
+    room_bytes: int | None
+
+    @property
+    def excess_bytes(self) -> int:
+        """How much too much it is; 0 where the host's memory is not known."""
+        return 0 if self.room_bytes is None else max(0, self.held_bytes - self.room_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Places:
     """State of one device by where it lies, and what one device sends for one update.
 
@@ -44,6 +57,19 @@ def places(case: TrainingCase) -> Places:
         sent["parameters"] //= 2  # gathered once: they are still there for the backward pass
     on_host = found.host.total_bytes + paged
     return Places(found.device.total_bytes, on_host, found.disk.total_bytes, sent)
+
+
+def on_host(case: TrainingCase) -> OnHost:
+    """What lies on one host."""
+    held = places(case).host_bytes
+    together = min(case.machine_devices, case.workload.sharding.devices)
+    return OnHost(held * together, _room(case) if held else None)
+
+
+def _room(case: TrainingCase) -> int | None:
+    from uma.plan.compare.placed import host_room_bytes
+
+    return None if case.machine.host_memory_bytes is None else host_room_bytes(case.machine)
 
 
 def _torch_states(case: TrainingCase) -> tuple[States, int]:

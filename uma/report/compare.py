@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from uma.plan.compare import YOURS, Comparison, HostProfile, Plan, Price, Row
+from uma.plan.compare.choice import spent_usd
 from uma.plan.compare.costs import tokens_per_joule
-from uma.plan.compare.plans import first_token_s
-from uma.plan.compare.search import spent_usd
+from uma.plan.compare.plans import NO_ROOM, first_token_s
 from uma.plan.compare.subject import Subject
+from uma.report.compare_notes import notes_text, several_of
 from uma.report.text import table
 from uma.speed.rate import NotKnown, Rate
 from uma.units import GB, GIB, format_gib
@@ -27,7 +28,9 @@ class _Column(NamedTuple):
 def compare_text(found: Comparison, model_name: str, host: HostProfile) -> str:
     """A line a machine, what is best of them all, and why better plans were not taken."""
     lines = [*_header(found, model_name, host), "", _table(found), ""]
-    return "\n".join([*lines, *_verdicts(found), *_costs(found), *_reasons(found), *_notes(found)])
+    return "\n".join(
+        [*lines, *_verdicts(found), *_costs(found), *_reasons(found), *notes_text(found)]
+    )
 
 
 def _header(found: Comparison, model_name: str, host: HostProfile) -> Iterator[str]:
@@ -73,7 +76,7 @@ def _table(found: Comparison) -> str:
     rows = [[column.title for column in columns]]
     for row in found.rows:
         if row.plan is None:
-            missing = {0: row.candidate.name, 2: "no engine that is modelled runs it", 4: "unknown"}
+            missing = {0: row.candidate.name, 2: row.reason or "", 4: "unknown"}
             rows.append([missing.get(place, "") for place in range(len(columns))])
         else:
             rows.append([column.cell(row, row.plan) for column in columns])
@@ -93,7 +96,7 @@ def _columns(found: Comparison) -> Iterator[_Column]:
     yield _Column("how", "<", lambda row, plan: f"{plan.technique}, {_program(plan)}")
     yield _Column("GiB of", ">", lambda row, plan: _memory(plan))
     yield _Column("verdict", "<", lambda row, plan: plan.verdict)
-    yield _Column("tokens/s", ">", lambda row, plan: _rate(plan.decode, number))
+    yield _Column("tokens/s", ">", lambda row, plan: _rate(speed_of(plan), number))
     yield _Column("", "<", bar)
     if isinstance(subject, Subject):
         yield _Column("prompt/s", ">", lambda row, plan: _rate(plan.prompt, 1, interval=False))
@@ -102,6 +105,11 @@ def _columns(found: Comparison) -> Iterator[_Column]:
         yield _Column("first token", ">", lambda row, plan: _first(plan, subject))
         yield _Column("cache GiB", ">", lambda row, plan: f"{(plan.cache_bytes or 0) / GIB:.1f}")
     yield _Column("US$", ">", lambda row, plan: _offer(row))
+
+
+def speed_of(plan: Plan) -> Rate | NotKnown:
+    """A training that does not fit has none; what streams from a disk has one."""
+    return NO_ROOM if plan.recipe is not None and not plan.runs else plan.decode
 
 
 def _program(plan: Plan) -> str:
@@ -156,22 +164,50 @@ def _parts(row: Row) -> str:
 
 
 def _verdicts(found: Comparison) -> Iterator[str]:
-    wanted = found.wanted
     if found.cheapest is None:
         yield f"cheapest: {found.cheapest_reason}"
     else:
-        one, fast = found.cheapest, f" with {wanted.min_tps:g} tokens/s" if wanted.min_tps else ""
-        fast += _room(found).replace(" with", " and" if fast else " with")
-        spent = _offer(one)
-        if wanted.use.hours is not None:
-            spent = f"{spent_usd(one, wanted):,.0f} in {wanted.use.years:g} years"
-        yield f"cheapest{fast}: {one.candidate.name}, US$ {spent}"
+        yield _cheapest(found, found.cheapest)
+    for reason, names in _grouped(found.left_out).items():
+        yield f"{several_of(names)} {reason}"
     if len(found.front) > 1:
-        names = ", ".join(row.candidate.name for row in found.front[:FRONT])
+        names = [_marked(row, found) for row in found.front[:FRONT]]
         more = f" and {len(found.front) - FRONT} more" if len(found.front) > FRONT else ""
-        yield f"beaten by none in price, speed and memory to spare at once: {names}{more}"
+        virtues = "price, bits, speed and memory to spare at once"
+        yield f"beaten by none in {virtues}: {', '.join(names)}{more}"
     if found.hidden:
         yield f"{found.hidden} more are sold and not shown: --machine NAME, or --all"
+
+
+def _cheapest(found: Comparison, one: Row) -> str:
+    wanted = found.wanted
+    fast = f" with {wanted.min_tps:g} tokens/s" if wanted.min_tps else ""
+    fast += _room(found).replace(" with", " and" if fast else " with")
+    spent = _offer(one)
+    if wanted.use.hours is not None:
+        spent = f"{spent_usd(one, wanted):,.0f} in {wanted.use.years:g} years"
+    priced = "" if wanted.launch_prices else " of today"
+    tight = " (tight)" if one.plan is not None and one.plan.verdict == "tight" else ""
+    name = one.candidate.name
+    return f"cheapest{fast}, of those with a price{priced}: {name}{tight}, US$ {spent}"
+
+
+def _marked(row: Row, found: Comparison) -> str:
+    """A machine with what speaks against it: that it is tight, or has no price of today."""
+    candidate, marks = row.candidate, []
+    if row.plan is not None and row.plan.verdict == "tight":
+        marks.append("tight")
+    if not candidate.price_of_today and candidate.price is not None:
+        date = f" {candidate.price.date}" if candidate.price.date else ""
+        marks.append(f"{candidate.price.kind}{date}" if candidate.sold else "not sold now")
+    return candidate.name + (f" ({', '.join(marks)})" if marks else "")
+
+
+def _grouped(left_out: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, reason in left_out:
+        found.setdefault(reason, []).append(name)
+    return found
 
 
 def _costs(found: Comparison) -> Iterator[str]:
@@ -207,22 +243,21 @@ def _costs(found: Comparison) -> Iterator[str]:
                 reasons.setdefault(reason, []).append(row.candidate.name)
     yield table(rows, "<>>>>>")
     for reason, names in reasons.items():
-        yield f"?: {_several(names)}: {reason}"
+        yield f"?: {several_of(names)}: {reason}"
 
 
 def _usd(value: float | None) -> str:
     return "?" if value is None else f"{value:,.0f}"
 
 
-def _several(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
 def _reasons(found: Comparison) -> Iterator[str]:
     """Of each format the plan that came closest; in a long table those of the nearest formats."""
     told = [row for row in found.rows if row.rejected or (row.plan and not row.runs)]
     if told:
-        yield "why nothing better:"
+        pool = " (too much even without torch's pool of freed blocks)"
+        training = any(row.plan and row.plan.engine == "transformers" for row in told)
+        training = training and not isinstance(found.subject, Subject)
+        yield f"why nothing better{pool if training else ''}:"
     for row in told:
         closest = {
             (plan.bits, plan.quality): (plan, why)
@@ -246,51 +281,13 @@ def _by_distance(row: Row, found: Comparison) -> list[tuple[Plan, str]]:
     )
 
 
-def _notes(found: Comparison) -> Iterator[str]:
-    seen: dict[str, list[str]] = {}
-    for row in found.rows:
-        for note in notes_of(row, found):
-            seen.setdefault(note, []).append(row.candidate.name)
-    yield from (f"note: {_several(names)}: {note}" for note, names in seen.items())
-
-
-def notes_of(row: Row, found: Comparison) -> list[str]:
-    """How to run a row's plan, what it gives up, and why a figure is missing; each once."""
-    plan, notes = row.plan, []
-    if plan is None:
-        return []
-    if plan.options and plan.technique != "resident":
-        command = plan.options[0].startswith("sudo")
-        notes.append(" ".join([*([] if command else [plan.engine]), *plan.options]))
-    notes += plan.notes
-    rates = {"tokens/s": plan.decode}
-    if plan.recipe is None:
-        rates["prompt/s"] = plan.prompt
-    for name, rate in rates.items():
-        if isinstance(rate, Rate):
-            notes += rate.notes
-        elif row.runs:
-            notes.append(f"{name}: {rate.reason}")
-    return list(dict.fromkeys([*notes, *_too_long(row, found)]))
-
-
-def _too_long(row: Row, found: Comparison) -> Iterator[str]:
-    """Beyond what the model was made for: of MLX the plan itself says so."""
-    subject, longest = found.subject, found.subject.architecture.max_position_embeddings
-    mlx = row.plan is not None and row.plan.engine == "mlx" and row.candidate.number == 1
-    asked = subject.workload.max_seq_length if not isinstance(subject, Subject) else 0
-    if isinstance(subject, Subject):
-        asked = 0 if mlx else subject.workload.context_tokens
-    if row.runs and longest and asked > longest:
-        yield f"the model was made for {longest:,} tokens of context"
-
-
 def sweep_text(found: Sequence[Comparison], model_name: str, host: HostProfile) -> str:
     """A line a machine, a column a context: the weights' format and tokens per second."""
     contexts = [_tokens(one) for one in found]
     rows = [["machine", *(f"{tokens:,}" for tokens in contexts)]]
-    cells = [{row.candidate.name: _swept(row) for row in one.rows} for one in found]
-    rows += [[name, *(column[name] for column in cells)] for name in cells[-1]]
+    cells = [{row.candidate.name: row for row in one.rows} for one in found]
+    names = list(dict.fromkeys(name for column in reversed(cells) for name in column))
+    rows += [[name, *(_swept(column.get(name), found[0]) for column in cells)] for name in names]
     lines = [*_header(found[-1], model_name, host)]
     lines[0] = lines[0].replace(
         f"{contexts[-1]:,} tokens of context", f"{len(contexts)} lengths of context", 1
@@ -298,7 +295,23 @@ def sweep_text(found: Sequence[Comparison], model_name: str, host: HostProfile) 
     lines += ["", table(rows, "<" + ">" * len(contexts)), ""]
     for tokens, one in zip(contexts, found, strict=True):
         lines += [f"{tokens:,}: {line}" for line in _verdicts(one)]
-    return "\n".join([*lines, "~ is tight, - does not fit"])
+    costs = list(_costs(found[0]))
+    lines += [f"{contexts[0]:,}: {costs[0]}", *costs[1:]] if costs else []
+    for name in names:
+        lines += _ends(name, [(t, one.get(name)) for t, one in zip(contexts, cells, strict=True)])
+    several = ", each / all together, first token of the last" if _requests(found[0]) > 1 else ""
+    return "\n".join([*lines, f"format and tokens/s{several}; ~ is tight, - does not fit"])
+
+
+def _ends(name: str, rows: Sequence[tuple[int, Row | None]]) -> Iterator[str]:
+    """Why a machine runs the shorter contexts alone, or none."""
+    for tokens, row in rows:
+        if row is not None and not row.runs:
+            why = row.reason
+            if row.plan is not None:
+                why = f"{row.plan.format} {row.plan.technique}: {row.plan.shortcoming(0)}"
+            yield f"{name}, {tokens:,}: {why}"
+            return
 
 
 def _tokens(found: Comparison) -> int:
@@ -306,9 +319,19 @@ def _tokens(found: Comparison) -> int:
     return found.subject.tokens
 
 
-def _swept(row: Row) -> str:
+def _requests(found: Comparison) -> int:
+    return found.subject.workload.batch_size
+
+
+def _swept(row: Row | None, found: Comparison) -> str:
+    if row is None:
+        return ""
     plan = row.plan
     if plan is None or not plan.runs:
         return "-"
     near = "~" if plan.verdict == "tight" else ""
-    return f"{near}{plan.format} {_rate(plan.decode, plan.sequences, interval=False)}"
+    cell = f"{near}{plan.format} {_rate(plan.decode, plan.sequences, interval=False)}"
+    if _requests(found) > 1:
+        whole = _rate(plan.decode, 1, interval=False)
+        cell += f" / {whole}, {_first(plan, found.subject)}"
+    return cell

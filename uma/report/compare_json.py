@@ -9,7 +9,8 @@ from uma.plan.compare.costs import tokens_per_joule
 from uma.plan.compare.plans import first_token_s
 from uma.plan.compare.subject import Subject
 from uma.report import SCHEMA_VERSION
-from uma.report.compare import notes_of
+from uma.report.compare import speed_of
+from uma.report.compare_notes import notes_of
 from uma.speed.rate import NotKnown, Rate
 
 
@@ -52,6 +53,7 @@ def _choice(found: Comparison) -> dict[str, Any]:
     return {
         "cheapest": None if found.cheapest is None else found.cheapest.candidate.name,
         "cheapest_reason": found.cheapest_reason,
+        "cheapest_left_out": [{"machine": name, "reason": why} for name, why in found.left_out],
         "pareto_front": [row.candidate.name for row in found.front],
         "hidden": found.hidden,
     }
@@ -60,15 +62,16 @@ def _choice(found: Comparison) -> dict[str, Any]:
 def row_json(row: Row, found: Comparison) -> dict[str, Any]:
     """One plan: the contract's names, and more."""
     candidate, machine = row.candidate, row.candidate.machine
+    several = f"{candidate.number} x " if candidate.number > 1 else ""
     price, parts = candidate.price, candidate.parts_price
     devices = [device.name for device in machine.devices]
     devices = devices or [machine.chip or machine.cpu or machine.name] * candidate.number
     return {
         "machine": candidate.name,
-        "title": machine.name,
+        "title": f"{several}{machine.name}",
         "kind": "discrete" if candidate.discrete else "unified",
         "devices": devices,
-        **_plan_json(row.plan, found),
+        **_plan_json(row, found),
         "price_usd": None if price is None else price.usd,
         "price_kind": None if price is None else price.kind,
         "price_date": None if price is None else price.date,
@@ -83,6 +86,8 @@ def row_json(row: Row, found: Comparison) -> dict[str, Any]:
         ],
     }
 
+
+NOT_FLAT = ("notes", "rejected", "sharding")  # of the JSON, left out of a spreadsheet
 
 PLAN_KEYS: dict[str, Callable[[Plan], Any]] = {
     "technique": lambda plan: plan.technique,
@@ -100,14 +105,14 @@ PLAN_KEYS: dict[str, Callable[[Plan], Any]] = {
 }
 
 
-def _plan_json(plan: Plan | None, found: Comparison) -> dict[str, Any]:
+def _plan_json(row: Row, found: Comparison) -> dict[str, Any]:
     """The plan; where there is none every value is null, and the verdict unknown."""
-    subject, none = found.subject, NotKnown("no engine that is modelled runs it")
+    plan, subject, none = row.plan, found.subject, NotKnown(row.reason or "")
     values: dict[str, Any] = {
         name: None if plan is None else value(plan) for name, value in PLAN_KEYS.items()
     }
     values["verdict"] = values["verdict"] or "unknown"
-    speed = none if plan is None else plan.decode
+    speed = none if plan is None else speed_of(plan)
     if not isinstance(subject, Subject):
         values |= _interval("train_tps", speed, 1) | _recipe_json(plan)
         return values | {"decode_tps": None, "prompt_tps": None}  # nothing is generated
@@ -125,8 +130,9 @@ def _plan_json(plan: Plan | None, found: Comparison) -> dict[str, Any]:
 
 def _recipe_json(plan: Plan | None) -> dict[str, Any]:
     """How the plan trains."""
+    names = ("quantized", "optimizer", "grad_checkpoint", "sharding")
     if plan is None or plan.recipe is None:
-        return {}
+        return dict.fromkeys(names)
     workload = plan.recipe.workload
     return {
         "quantized": workload.quantized or None,
@@ -186,17 +192,13 @@ def compare_csv(found: Sequence[Comparison]) -> str:
     import io
 
     rows = [row_json(row, one) for one in found for row in one.rows]
-    flat = [
-        {k: "; ".join(v) if k == "devices" else v for k, v in row.items() if _flat(k, v)}
-        for row in rows
-    ]
-    columns = list(dict.fromkeys(key for row in flat for key in row))
+    columns = [name for name in rows[0] if name not in NOT_FLAT] if rows else ["machine"]
     file = io.StringIO()
-    writer = csv.DictWriter(file, columns or ["machine"], lineterminator="\n")
+    writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(flat)
+    writer.writerows({name: _flat(value) for name, value in row.items()} for row in rows)
     return file.getvalue().rstrip("\n")
 
 
-def _flat(key: str, value: Any) -> bool:
-    return key == "devices" or not isinstance(value, list | dict)
+def _flat(value: Any) -> Any:
+    return "; ".join(map(str, value)) if isinstance(value, list) else value

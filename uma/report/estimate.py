@@ -91,9 +91,10 @@ def bar(parts: list[tuple[str, int]], budget_bytes: int) -> str:
     line, held = "", 0
     for mark, size_bytes in parts:
         held += size_bytes
-        line += mark * (held * BAR_WIDTH // max(1, budget_bytes) - len(line))
+        end = min(BAR_WIDTH, held * BAR_WIDTH // max(1, budget_bytes))
+        line += mark * (end - len(line))
     if held > budget_bytes:
-        return f"[{line[:BAR_WIDTH]}>"
+        return f"[{line}>"
     return f"[{line:.<{BAR_WIDTH}}]"
 
 
@@ -128,18 +129,25 @@ def bases(ledger: Ledger) -> dict[str, int]:
 
 def inverses_line(found: Findings) -> str:
     """The largest context, the largest batch and the best format within the budget."""
-    context = "none"
-    if found.max_context_tokens is not None:
-        context = f"{found.max_context_tokens:,}"
-        if found.max_context_tokens == found.estimate.architecture.max_position_embeddings:
-            context += " (the model's maximum)"
-    if found.tight_context_tokens is not None:
-        context += f" (tight up to {found.tight_context_tokens:,})"
+    longest = found.estimate.architecture.max_position_embeddings
+    context = context_words(found.max_context_tokens, found.tight_context_tokens, longest)
     batch = "none" if found.max_batch_size is None else f"{found.max_batch_size:,}"
     return (
         f"largest context that fits: {context}; largest batch: {batch}; best format: "
         f"{found.best_format or 'none'}"
     )
+
+
+def context_words(fits: int | None, tight: int | None, longest: int | None = None) -> str:
+    """The largest context within the budget, and the one within the limit where that is told.
+
+    >>> context_words(None, 8192)
+    'none (tight up to 8,192)'
+    """
+    words = "none" if fits is None else f"{fits:,}"
+    if fits is not None and fits == longest:
+        words += " (the model's maximum)"
+    return words if tight is None else f"{words} (tight up to {tight:,})"
 
 
 def advice_lines(found: Findings) -> list[str]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from uma.catalog.listed import ListedModel
 from uma.report import SCHEMA_VERSION
+from uma.report.estimate import context_words
 from uma.report.text import table
 from uma.units import GB, format_gib
 
@@ -63,16 +64,15 @@ def choices_text(choices: "Choices") -> str:
 
 
 def _choice_row(one: "Choice") -> list[str]:
-    longest = one.max_context_tokens
     speed = one.speed.decode_tps
     return [
         one.model.name,
         _billions(one.parameters),
         _active(one.model),
         one.format,
-        format_gib(one.total_bytes),
+        format_gib(one.needed_bytes),
         one.verdict,
-        "none" if longest is None else f"{longest:,}",
+        context_words(one.max_context_tokens, one.tight_context_tokens),
         "?" if speed is None else f"{speed:.3g}",
         ", ".join(use.use for use in one.uses) or "?",
     ]
@@ -95,6 +95,8 @@ def notes(choices: "Choices") -> list[str]:
     if choices.not_estimated:
         names = ", ".join(name for name, _ in choices.not_estimated)
         said.append(f"{len(choices.not_estimated)} cannot be run or estimated: {names}")
+    if any(one.needed_bytes < one.total_bytes for one in found):
+        said.append("memory: without the pool of freed buffers, which takes what the budget leaves")
     reasons = sorted({one.speed.reason for one in found if one.speed.reason})
     said += [f"tokens/s ?: {reason}" for reason in reasons]
     if wanted.min_tps is not None and reasons:
@@ -137,9 +139,11 @@ def _choice_json(one: "Choice") -> dict[str, Any]:
         "bits": one.bits,
         "weights_bytes": one.weights_bytes,
         "total_bytes": one.total_bytes,
+        "needed_bytes": one.needed_bytes,
         "headroom_bytes": one.headroom_bytes,
         "verdict": one.verdict,
         "max_context_tokens": one.max_context_tokens,
+        "tight_context_tokens": one.tight_context_tokens,
         "decode_tps": one.speed.decode_tps,
         "decode_tps_low": one.speed.decode_tps_low,
         "decode_tps_high": one.speed.decode_tps_high,

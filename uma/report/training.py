@@ -8,6 +8,7 @@ from uma.ledger import phase_totals
 from uma.memory.term import MemoryTerm
 from uma.plan.training import Measure, TrainingEstimate
 from uma.plan.training_data import WorstBatch
+from uma.plan.training_inverses import MOST
 from uma.units import format_gib
 from uma.workload import Sharding
 
@@ -32,16 +33,13 @@ def _lines(
 ) -> Iterator[str]:
     workload, ledger = found.case.workload, found.ledger
     yield f"{model_name}: {_method(found)} under {_program(found)} on {found.case.machine.name}"
-    rows = "1 row" if workload.batch_size == 1 else f"{workload.batch_size} rows"
     yield (
-        f"{rows} of {workload.max_seq_length:,} tokens, {workload.optimizer}, "
+        f"{_counted(workload.batch_size, 'row')} of {_counted(workload.max_seq_length, 'token')}, "
+        f"{workload.optimizer}, "
         f"{_checkpointing(found)}"
     )
     yield ""
-    needed, budget = ledger.predicted_peak_bytes, ledger.budget_bytes or 0
-    left = budget - needed
-    rest = f"{format_gib(left)} left" if left >= 0 else f"{format_gib(-left)} too much"
-    yield f"{ledger.verdict}: {format_gib(needed)} of {format_gib(budget)}, {rest}"
+    yield f"{ledger.verdict}: {'; '.join(_headline(found))}"
     yield f"the {found.phase} phase needs most"
     yield ""
     for term in ledger.terms:
@@ -51,7 +49,11 @@ def _lines(
     totals = phase_totals(ledger.terms)
     yield ""
     yield "phases: " + ", ".join(f"{name} {format_gib(size)}" for name, size in totals.items())
-    fits = [f"{name} {value:,}" for name, value in found.largest.items() if value]
+    fits = [
+        f"{name} {value:,}{' or more' if value >= MOST[name] else ''}"
+        for name, value in found.largest.items()
+        if value
+    ]
     fitting = ", ".join(fits) or "nothing"
     if largest_model is not None:
         fitting += f", model {largest_model.name}"
@@ -60,12 +62,37 @@ def _lines(
     if found.data is not None:
         yield from _data(found.data)
     if found.measures:
-        enough = found.left_bytes <= found.case.room_bytes
+        enough = found.measures_suffice
         yield "what makes it fit:" if enough else "what helps, but is not enough:"
     for measure in found.measures:
         yield f"  {measure.name}: saves {format_gib(measure.saves_bytes)}; time: {measure.cost}"
         yield f"    {' '.join(measure.options)}"
     yield from (f"note: {note}" for note in found.notes)
+
+
+def _headline(found: TrainingEstimate) -> Iterator[str]:
+    """What is needed of what there is; first the host, where that is what lacks."""
+    needed, budget = found.ledger.predicted_peak_bytes, found.ledger.budget_bytes or 0
+    device = _of(needed, budget)
+    if found.host_excess_bytes:
+        yield f"the host {_of(found.host_held_bytes, found.host_room_bytes or 0)}"
+        device = f"the device {device}"
+    yield device
+
+
+def _of(needed: int, room: int) -> str:
+    rest = f"{format_gib(room - needed)} left"
+    if needed > room:
+        rest = f"{format_gib(needed - room)} too much"
+    return f"{format_gib(needed)} of {format_gib(room)}, {rest}"
+
+
+def _counted(count: int, noun: str) -> str:
+    """
+    >>> _counted(1, "row"), _counted(1024, "token")
+    ('1 row', '1,024 tokens')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _program(found: TrainingEstimate) -> str:
@@ -80,7 +107,8 @@ def _places(found: TrainingEstimate) -> Iterator[str]:
     """Where state lies, for one device and for all, and what is sent."""
     spread, places = found.case.workload.sharding, found.places
     if spread.devices > 1 or places.host_bytes or places.disk_bytes:
-        yield f"state of one of {spread.devices} devices ({_spread(spread)}): " + ", ".join(
+        whose = f"one of {spread.devices} devices" if spread.devices > 1 else "the device"
+        yield f"state of {whose} ({_spread(spread)}): " + ", ".join(
             f"{format_gib(size)} {where}"
             for where, size in (
                 ("on it", places.device_bytes),
@@ -116,7 +144,7 @@ def _data(data: WorstBatch) -> Iterator[str]:
     lengths, batches = data.lengths, data.batches
     cut, lost = lengths.cut(data.max_seq_length)
     yield (
-        f"data: {len(lengths.tokens):,} rows, {lengths.total:,} tokens; half have up to "
+        f"data: {_counted(len(lengths.tokens), 'row')}, {lengths.total:,} tokens; half have up to "
         f"{lengths.at(0.5):,}, 95 % up to {lengths.at(0.95):,}, the longest {lengths.longest:,} "
         f"(line {lengths.longest_line})"
     )
@@ -195,7 +223,8 @@ def training_json(
         "headroom_bytes": (ledger.budget_bytes or 0) - needed,
         "verdict": ledger.verdict,
         "largest": {**found.largest, "model": largest_model and largest_model.name},
-        "measures_suffice": found.left_bytes <= case.room_bytes,
+        "largest_or_more": [n for n, value in found.largest.items() if value and value >= MOST[n]],
+        "measures_suffice": found.measures_suffice,
         "measures": [_measure_json(measure) for measure in found.measures],
         "data": None if found.data is None else _data_json(found.data),
         "notes": list(found.notes),
@@ -222,6 +251,7 @@ def _sharding_json(found: TrainingEstimate) -> dict[str, Any]:
         "host_bytes": found.host_bytes,
         "disk_bytes": found.disk_bytes,
         "host_room_bytes": found.host_room_bytes,
+        "host_excess_bytes": found.host_excess_bytes,
         "sent_bytes": places.sent_bytes,
     }
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from uma.catalog import Gpu, Mac, UnifiedMachine, bytes_per_s
 from uma.errors import UmaError, UnknownName, UsageError
@@ -26,6 +27,9 @@ NO_HOST_POWER = "the machine around the cards takes power too: --host-power W"
 _COUNTED = re.compile(r"^(\d{1,3})\s*x\s*(.+)$")
 _GLOB = re.compile(r"[*?\[]")
 MOST_MACS = 4
+
+Owned = Mapping[tuple[str, int], Price]
+"""The user's own prices, of so many of a machine or a card together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,31 +100,40 @@ def candidates(
 ) -> list[Candidate]:
     """The machines of these names or patterns, such as ``mac-studio-*`` and ``2xrtx-*``.
 
-    ``prices`` are the user's own, by names of machines or of one card.
+    ``prices`` are the user's own, by names of machines, of one card, or of several as 2xrtx-3090.
 
     Raises:
         UnknownName: If nothing is called one of them.
         UsageError: If machines are counted that cannot be put together.
     """
     own = _canonical(prices)
-    found: dict[str, Candidate] = {}
+    found: dict[Any, Candidate] = {}
     for name in names:
-        counted = _COUNTED.match(name.strip().lower())
-        number, rest = (int(counted[1]), counted[2]) if counted else (1, name.strip().lower())
+        number, rest = _counted(name)
         if _GLOB.search(rest):
-            for one in _matching(name, rest, number, host, own, macos):
-                found.setdefault(one.name, one)
-        elif number > 1 and isinstance((entries := find(rest).entries)[0].row, Mac):
+            for one in _matching(name, rest.replace(" ", "-"), number, host, own, macos):
+                found.setdefault(_identity(one), one)
+            continue
+        if number > 1 and isinstance((entries := find(rest).entries)[0].row, Mac):
             joined = _of_entries(entries, number, host, own, macos)
             assert joined is not None
-            found.setdefault(name, replace(joined, name=name))
+            one = replace(joined, name=name)
         else:
             machine = machine_named(name, macos=macos)
             parts = [find(device.name).entries for device in machine.devices]
-            found.setdefault(
-                name, _candidate(name, machine, parts or [find(name).entries], host, own)
-            )
+            one = _candidate(name, machine, parts or [find(name).entries], host, own)
+        found.setdefault(_identity(one), one)
     return list(found.values())
+
+
+def _counted(name: str) -> tuple[int, str]:
+    counted = _COUNTED.match(name.strip().lower())
+    return (int(counted[1]), counted[2].strip()) if counted else (1, name.strip().lower())
+
+
+def _identity(one: Candidate) -> tuple[str, int, int]:
+    """The same for every way to write a machine."""
+    return one.machine.name, one.machine.memory_bytes, one.number
 
 
 def _matching(
@@ -128,7 +141,7 @@ def _matching(
     pattern: str,
     number: int,
     host: HostProfile,
-    own: Mapping[str, Price],
+    own: Owned,
     macos: int | None,
 ) -> list[Candidate]:
     """The machines that a pattern means; of several of each those that can be put together.
@@ -142,6 +155,8 @@ def _matching(
         raise UnknownName(f"no machine of the catalog is called like {name!r}: uma machines")
     if number > 1 and not any(isinstance(e[0].row, Gpu | Mac) for e in matching):
         raise UsageError(f"{name!r}: only graphics cards and Macs are counted, as in 2xrtx-*")
+    if number > MOST_MACS and any(isinstance(e[0].row, Gpu) for e in matching):
+        matching = [e for e in matching if isinstance(e[0].row, Gpu)]
     tried = [_of_entries(entries, number, host, own, macos) for entries in matching]
     return [one for one in tried if one is not None]
 
@@ -177,24 +192,35 @@ def with_rents(
     """``found`` with what machines cost an hour; those that are not among them are added."""
     all_ = list(found)
     for name, usd in rents.items():
-        named = {one.machine.name: one for one in candidates([name], host, prices)}
-        there = {one.machine.name for one in all_}
+        named = {_identity(one): one for one in candidates([name], host, prices)}
+        there = {_identity(one) for one in all_}
         all_ += [one for key, one in named.items() if key not in there]
         all_ = [
-            replace(one, rent_usd_per_h=usd) if one.machine.name in named else one for one in all_
+            replace(one, rent_usd_per_h=usd) if _identity(one) in named else one for one in all_
         ]
     return all_
 
 
-def _canonical(prices: Mapping[str, Price]) -> dict[str, Price]:
-    return {find(name).entries[0].name: price for name, price in prices.items()}
+def _canonical(prices: Mapping[str, Price]) -> dict[tuple[str, int], Price]:
+    """By the catalog's own names.
+
+    Raises:
+        UsageError: If two prices are of the same machine.
+    """
+    own: dict[tuple[str, int], Price] = {}
+    for text, price in prices.items():
+        number, rest = _counted(text)
+        key = find(rest).entries[0].name, number
+        if own.setdefault(key, price) is not price:
+            raise UsageError(f"--price {text!r}: the price of {key[0]} is given twice")
+    return own
 
 
 def _of_entries(
     entries: tuple[Entry, ...],
     number: int,
     host: HostProfile,
-    own: Mapping[str, Price],
+    own: Owned,
     macos: int | None,
 ) -> Candidate | None:
     """``None`` for what is not counted, and where the memory is not known.
@@ -223,12 +249,14 @@ def _candidate(
     machine: Machine,
     parts: Sequence[tuple[Entry, ...]],
     host: HostProfile,
-    own: Mapping[str, Price],
+    own: Owned,
 ) -> Candidate:
     """``parts`` are the rows of each card, or of each machine that is sold whole."""
     prices = [_price(entries, own) for entries in parts]
     known = [price for price in prices if price is not None]
     price = together(known) if len(known) == len(prices) else None
+    if len({entries[0].name for entries in parts}) == 1:  # of all of them together
+        price = own.get((parts[0][0].name, len(parts)), price)
     powers = [_power_w(entries) for entries in parts]
     power = None if None in powers else sum(one or 0 for one in powers)
     row = parts[0][0].row
@@ -288,10 +316,10 @@ def _power_w(entries: tuple[Entry, ...]) -> int | None:
     return max((watts for watts in found if watts), default=None)
 
 
-def _price(entries: tuple[Entry, ...], own: Mapping[str, Price]) -> Price | None:
+def _price(entries: tuple[Entry, ...], own: Owned) -> Price | None:
     """The lowest of rows that are one machine, or the user's own."""
-    if entries[0].name in own:
-        return own[entries[0].name]
+    if (entries[0].name, 1) in own:
+        return own[entries[0].name, 1]
     rows = [entry.row for entry in entries if isinstance(entry.row, Mac | Gpu | UnifiedMachine)]
     found = [catalog_price(row.price_usd, row.price_kind, str(row.year)) for row in rows]
     return min((one for one in found if one), key=lambda one: one.usd, default=None)

@@ -43,6 +43,13 @@ TECHNIQUES: dict[Split, Technique] = {
 }
 
 
+NO_LINK = NotKnown("which Thunderbolt it has is not in the catalog")
+
+
+def _no_link() -> NotKnown:
+    return NO_LINK
+
+
 class _Part(NamedTuple):
     """What the fullest of the nodes holds of all weights, and of all caches."""
 
@@ -131,10 +138,12 @@ def _share(term: MemoryTerm, part: _Part) -> MemoryTerm:
 def _notes(
     candidate: Candidate, part: _Part, needed: int, budget: int, weights: int
 ) -> Iterator[str]:
+    yield f"each of {candidate.number} Macs holds {format_gib(needed)} of {format_gib(budget)}"
     fast = candidate.thunderbolt == "TB5"
     backend, link = ("jaccl", "Thunderbolt 5, macOS 26.2") if fast else ("ring", "TCP")
+    if not candidate.thunderbolt:
+        link = "TCP; with Thunderbolt 5 and macOS 26.2 --backend jaccl"
     pipeline = " --pipeline" if part.split == "layer" else ""
-    yield f"each of {candidate.number} Macs holds {format_gib(needed)} of {format_gib(budget)}"
     yield f"mlx.launch --backend {backend} --hostfile hosts.json mlx_lm.server{pipeline} ({link})"
     kept = weights if part.split == "row" else round(weights * part.weights)
     yield f"each keeps {format_gib(kept)} of the model on its disk"
@@ -145,6 +154,8 @@ def _notes(
 def _with_speed(
     subject: Subject, candidate: Candidate, plan: Plan, split: Split, workload: Inference
 ) -> Plan:
+    if not candidate.thunderbolt:
+        return replace(plan, decode=NO_LINK, prompt_of=_no_link)
     architecture = subject.architecture
     processors = processors_of(candidate.machine) * candidate.number
     reads = subject.even_reads(round(plan.bits_per_weight * architecture.num_parameters / 8))

@@ -8,6 +8,7 @@ from uma.frozen import dataclass
 from uma.plan.compare.candidates import Candidate
 
 DAYS_PER_YEAR = 365
+MOST_USD_PER_H = 10**6
 NO_USE = "how much it is used is not told: --hours-per-day, --years and --kwh"
 NO_RENT = "no machine that does the work is rented: --rent NAME=USD/h"
 NEVER = "its electricity alone costs as much as renting"
@@ -115,16 +116,21 @@ def user_rents(texts: list[str]) -> dict[str, float]:
     """Rents given as ``NAME=USD/h``, by name.
 
     Raises:
-        UsageError: If one is not of that form.
+        UsageError: If one is not of that form, or a name is given twice.
 
     >>> user_rents(["2xh100=4.98/h"])
     {'2xh100': 4.98}
     """
-    found = {}
+    found: dict[str, float] = {}
     for text in texts:
         name, _, usd = text.rpartition("=")
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:/\s*h)?", usd.strip())
         if not name.strip() or match is None:
-            raise UsageError(f"--rent {text!r}: write it as NAME=USD/h, such as h100=2.49/h")
-        found[name.strip().lower()] = float(match[1])
+            raise UsageError(f"--rent {text[:80]!r}: write it as NAME=USD/h, such as h100=2.49/h")
+        name = name.strip().lower()
+        if (usd_per_h := float(match[1])) > MOST_USD_PER_H:
+            raise UsageError(f"--rent {name}: at most {MOST_USD_PER_H:,} US$ an hour are taken")
+        if name in found:
+            raise UsageError(f"--rent {text!r}: the rent of {name} is given twice")
+        found[name] = usd_per_h
     return found

@@ -14,6 +14,7 @@ from uma.ledger import Verdict
 from uma.machine import Machine, verdict
 from uma.memory.reads import WeightReads
 from uma.plan.compare.candidates import Candidate
+from uma.plan.compare.placed import host_room_bytes, placed
 from uma.plan.compare.plans import NO_ROOM, Plan, Technique, no_prompt
 from uma.plan.compare.subject import Subject
 from uma.plan.engine_case import EngineCase
@@ -23,18 +24,10 @@ from uma.speed.decode import Host, Streamed, decode_tps
 from uma.speed.prefill import PASS_TOKENS, prompt_tps
 from uma.speed.processor import Processor, host_processor, processors_of
 from uma.speed.rate import NotKnown, Rate
-from uma.units import GIB, format_gib
+from uma.units import format_gib
 
 NO_LLAMA_CPP = "Gaudi"  # which has no backend for it (llama.cpp b11434, ggml/src)
 MOST_DEVICES = 16  # llama.cpp b11434, src/llama.cpp, llama_max_devices
-
-
-def host_room_bytes(machine: Machine) -> int:
-    """What the host leaves to a model: all but a sixteenth, at least 1 GiB, for the system."""
-    if machine.host_available_bytes is not None:
-        return machine.host_available_bytes
-    memory = machine.host_memory_bytes or 0
-    return max(0, memory - max(GIB, memory // 16))
 
 
 def llama_cpp_plans(subject: Subject, candidate: Candidate, bits: int) -> Iterator[Plan]:
@@ -208,7 +201,7 @@ def accelerate_plan(subject: Subject, candidate: Candidate, bits: int = 16) -> P
     """Weights of layers that have no room are copied over the link in every step.
 
     A layer is copied whole, all its experts included (accelerate 1.15, ``hooks.py``,
-    ``AlignDevicesHook``). The card keeps room for the largest one (``utils/modeling.py``,
+    ``AlignDevicesHook``). The first card keeps room for the largest one (``utils/modeling.py``,
     ``infer_auto_device_map``). In 8 and 4 bits what is on the host stays in 16: bitsandbytes
     converts on cards alone. Several cards run their layers one after the other.
     """
@@ -216,62 +209,72 @@ def accelerate_plan(subject: Subject, candidate: Candidate, bits: int = 16) -> P
     case = subject.other("transformers", bits, machine)
     if case is None or machine.link_bytes_per_s is None:
         return None
-    weights, needed = case.weights.size_bytes, subject.needed_bytes(case)
-    layers = subject.once("layers", lambda: _layer_elements(subject))
-    largest = 2 * max(layers)
-    free = case.budget.budget_bytes - (needed - weights) - largest
-    moved, room = weights - max(0, free), host_room_bytes(machine)
-    if needed <= case.budget.budget_bytes:
-        moved = largest = 0
-    outside = 2 * (subject.architecture.num_parameters - sum(layers))
-    host = moved * 2 * sum(layers) // max(1, weights - outside)
-    several = len(machine.devices) > 1
-    technique: Technique = "split by layers" if several else "resident"
-    if host:
+    found = placed(subject, case)
+    host, disk = found.weights_on("cpu"), found.weights_on("disk")
+    technique: Technique = "split by layers" if len(machine.devices) > 1 else "resident"
+    device = found.beside_bytes + found.cards_bytes
+    if host or disk:
         technique = "streamed over the link"
-    device = needed - moved + largest
-    if host and (free < 0 or host > room):
-        beyond_host = host - room > max(0, -free)
-        short, of = (host - room, "the host's memory") if beyond_host else (-free, "the cards")
-        return _plan(
+        device += found.largest_bytes
+    room = 0 if candidate.host is None else candidate.host.disk_bytes or 0
+    short, of = (disk - room, "the host's memory") if disk else (0, "")
+    if room and disk:
+        of = "the host's memory and its disk"
+    if not found.cards_bytes:
+        short, of = found.least_short_bytes, "the cards, which hold no layer of it"
+    if short > 0:
+        plan = _plan(
             subject,
             case,
             technique,
             device,
             verdict="exceeds",
-            host_bytes=host,
+            host_bytes=host + disk,
             short_bytes=short,
             short_of=of,
         )
-    decode = decode_tps(
-        subject.architecture,
-        subject.reads(case),
-        processors_of(machine),
-        "transformers",
-        subject.tokens,
-        batch_size=subject.workload.batch_size,
-        streamed=Streamed(host, machine.link_bytes_per_s),
-    )
-    note = "at the link's full rate, which copies of pageable memory do not reach"
-    notes = (note,) if host else ()
-    return _plan(
+        return replace(plan, bits=bits)
+    notes = ["at the link's full rate, which copies of pageable memory do not reach"]
+    if disk:
+        notes.append(f"{format_gib(disk)} are read from the disk in every step")
+    plan = _plan(
         subject,
         case,
         technique,
         device,
         host_bytes=host,
-        decode=decode,
+        decode=_streamed(subject, case, candidate, host, disk),
         prompt_of=_no_figure,
-        notes=notes,
+        notes=tuple(notes) if host or disk else (),
+    )
+    return replace(plan, bits=bits, disk_bytes=disk)
+
+
+def _streamed(
+    subject: Subject, case: EngineCase, candidate: Candidate, host: int, disk: int
+) -> Rate | NotKnown:
+    """The speed where so many bytes cross the link in every step, after the disk was read."""
+    link, rate = case.machine.link_bytes_per_s, None
+    assert link is not None
+    if candidate.host is not None:
+        rate = candidate.host.disk_bytes_per_s
+    if disk and rate is None:
+        return NotKnown("how fast the host's disk reads is not known (--disk-bandwidth)")
+    moved = host + disk
+    step_s = moved / link + (disk / rate if rate else 0)
+    return decode_tps(
+        subject.architecture,
+        subject.reads(case),
+        processors_of(case.machine),
+        "transformers",
+        subject.tokens,
+        batch_size=subject.workload.batch_size,
+        streamed=Streamed(moved, moved / step_s if moved else link),
     )
 
 
 def _no_figure() -> NotKnown:
     return NotKnown("no public measurements of prompts with transformers")
-
-
-def _layer_elements(subject: Subject) -> list[int]:
-    return [sum(p.size for p in layer.parameters) for layer in subject.architecture.layers]
 
 
 def _decode(
@@ -329,7 +332,7 @@ def _plan(
         technique=technique,
         engine=case.engine,
         format=case.format,
-        bits=case.bits,
+        bits=subject.width(case.bits),
         bits_per_weight=8 * case.weights.size_bytes / case.architecture.num_parameters,
         device_bytes=device_bytes,
         host_bytes=host_bytes,

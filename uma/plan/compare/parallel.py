@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from uma.engines.vllm import on_devices, reserved_bytes, splits_heads
-from uma.ledger import peak
+from uma.ledger import Verdict, peak
 from uma.plan.compare.candidates import Candidate
 from uma.plan.compare.plans import NO_ROOM, Plan, no_prompt
 from uma.plan.compare.subject import Subject
@@ -24,13 +24,15 @@ def vllm_plan(subject: Subject, candidate: Candidate, bits: int) -> Plan | None:
     devices = candidate.machine.devices
     count = len(devices)
     case = subject.other("vllm", bits, candidate.machine)
-    if case is None or len({device.name for device in devices}) != 1 or count > MOST_CARDS:
+    if case is None or subject.repeats(bits):
+        return None
+    if len({device.name for device in devices}) != 1 or count > MOST_CARDS:
         return None
     if not subject.once(("heads", count), lambda: splits_heads(subject.architecture, count)):
         return None
     if OTHER_VENDOR in processors_of(candidate.machine)[0].notes:
         return None  # memory and speed of vLLM are known on NVIDIA's cards
-    plan = _held(subject, case)
+    plan = replace(_held(subject, case), bits=subject.width(bits))
     if not plan.runs:
         return plan
     return replace(plan, **_speeds(subject, case), notes=(_paged(subject, case, plan),))
@@ -38,21 +40,27 @@ def vllm_plan(subject: Subject, candidate: Candidate, bits: int) -> Plan | None:
 
 def _paged(subject: Subject, case: EngineCase, plan: Plan) -> str:
     """How many requests the blocks have room for, in what vLLM reserves anyway."""
+    count = len(case.machine.devices)
     caches = [term for term in subject.terms(case) if term.name == "kv_cache"]
-    held = on_devices(caches, subject.architecture, len(case.machine.devices))
+    held = on_devices(caches, subject.architecture, count)
     each = max(1, sum(term.size_bytes for term in held) // plan.sequences)
-    number = plan.sequences + plan.headroom_bytes // each
+    left = count * _reserved_bytes(case) - plan.device_bytes
+    number = plan.sequences + left // each
     requests = "one such request" if number == 1 else f"{number:,} such requests"
     return f"what vLLM reserves has room for {requests}, in blocks as they grow"
 
 
 def _held(subject: Subject, case: EngineCase) -> Plan:
-    """What the cards hold: each its part of weights and cache, and all that one alone would."""
-    devices = case.machine.devices
-    count = len(devices)
+    """What the cards hold: each its part of weights and cache, and all that one alone would.
+
+    The budget is that of ``uma estimate``, but with the contexts of all cards, which that leaves
+    out on both sides. What vLLM reserves beyond it is tight.
+    """
+    count, reserved = len(case.machine.devices), _reserved_bytes(case)
     needed = subject.once(("each", case.format, count), lambda: _each_bytes(subject, case))
-    limit = ceiling_bytes(case.budget) // count
-    reserved = min(limit, reserved_bytes(devices[0].memory_bytes, case.settings))
+    budget = case.budget.budget_bytes + (count - 1) * _context_bytes(subject, case)
+    budget = min(budget, reserved * count)
+    found: Verdict = "fits" if needed * count <= budget else "tight"
     return Plan(
         technique="tensor parallel" if count > 1 else "resident",
         engine="vllm",
@@ -62,8 +70,8 @@ def _held(subject: Subject, case: EngineCase) -> Plan:
         device_bytes=needed * count,
         host_bytes=0,
         disk_bytes=0,
-        budget_bytes=reserved * count,
-        verdict="fits" if needed <= reserved else "exceeds",
+        budget_bytes=budget,
+        verdict=found if needed <= reserved else "exceeds",
         decode=NO_ROOM,
         prompt_of=no_prompt,
         options=("--tensor-parallel-size", str(count)),
@@ -74,11 +82,21 @@ def _held(subject: Subject, case: EngineCase) -> Plan:
     )
 
 
+def _reserved_bytes(case: EngineCase) -> int:
+    """What vLLM takes of each card at its start, at most what the driver leaves."""
+    devices = case.machine.devices
+    limit = ceiling_bytes(case.budget) // len(devices)
+    return min(limit, reserved_bytes(devices[0].memory_bytes, case.settings))
+
+
 def _each_bytes(subject: Subject, case: EngineCase) -> int:
     terms, count = subject.terms(case), len(case.machine.devices)
     together = peak(on_devices(terms, subject.architecture, count))[1]
-    contexts = sum(term.size_bytes for term in terms if term.name == "runtime_context")
-    return -(-(together + (count - 1) * contexts) // count)
+    return -(-(together + (count - 1) * _context_bytes(subject, case)) // count)
+
+
+def _context_bytes(subject: Subject, case: EngineCase) -> int:
+    return sum(t.size_bytes for t in subject.terms(case) if t.name == "runtime_context")
 
 
 def _speeds(subject: Subject, case: EngineCase) -> dict[str, Any]:

@@ -1,14 +1,17 @@
 """For each machine the best plan that fits; of all the cheapest, and those that nothing beats."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from uma.frozen import dataclass
 from uma.plan.compare import unified
-from uma.plan.compare.candidates import Candidate
+from uma.plan.compare.candidates import YOURS, Candidate
+from uma.plan.compare.choice import cheapest, front_of, left_out, smallest
 from uma.plan.compare.costs import Cost, Use, cheapest_rented, cost_of
 from uma.plan.compare.discrete import accelerate_plan, llama_cpp_plans
 from uma.plan.compare.parallel import vllm_plan
+from uma.plan.compare.placed import host_room_bytes
 from uma.plan.compare.plans import Plan
 from uma.plan.compare.subject import Subject
 from uma.plan.estimate import default_engine
@@ -22,6 +25,8 @@ Preference = Literal["quality", "speed", "price", "context"]
 Trainer = Literal["uma", "deepspeed", "fsdp"]
 WIDTHS = (16, 8, 6, 5, 4, 3, 2)
 SHOWN = 12
+QLORA_BITS = 4
+NO_TRAINER = "no trainer that is modelled trains it so, in so many bits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +47,12 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A machine with its best plan, ``None`` where no engine has one, and why others are not it."""
+    """A machine with its best plan, ``None`` for the ``reason``, and why others are not it."""
 
     candidate: Candidate
     plan: Plan | None
     rejected: tuple[tuple[Plan, str], ...] = ()
+    reason: str | None = None
 
     @property
     def runs(self) -> bool:
@@ -57,7 +63,9 @@ class Row:
         return None if self.plan is None or not self.plan.runs else self.plan.decode_tps
 
     def reaches(self, min_tps: float) -> bool:
-        """Whether it is known to be fast enough."""
+        """Whether it is known to be fast enough, or any speed is."""
+        if not min_tps:
+            return self.runs
         return self.decode_tps is not None and self.decode_tps >= min_tps
 
     @property
@@ -69,6 +77,7 @@ class Row:
 class Comparison:
     """``hidden`` counts rows that are not shown; ``cheapest`` is ``None`` for its ``reason``.
 
+    ``left_out`` says of which machines that do the work the cheapest was not chosen, and why.
     ``rented`` is the cheapest machine of those that are rented and do the work.
     """
 
@@ -80,6 +89,7 @@ class Comparison:
     front: tuple[Row, ...]
     hidden: int = 0
     rented: Candidate | None = None
+    left_out: tuple[tuple[str, str], ...] = ()
 
     def cost(self, row: Row) -> Cost:
         return cost_of(row.candidate, self.wanted.use, self.rented)
@@ -94,28 +104,45 @@ def compare(
 ) -> Comparison:
     """The best plan of each machine, in the order that is preferred.
 
-    ``first`` is this machine, which stands before the others; of those at most ``shown`` are kept:
-    the smallest that do the work, of one memory and of cards in turn, beside what is rented.
+    ``first`` is this machine, which stands before the others; of those at most ``shown`` are kept.
     """
     rows = _rows(subject, found, wanted)
-    rented = [row for row in rows if row.candidate.rent_usd_per_h is not None]
-    bought = [row for row in rows if row.candidate.rent_usd_per_h is None]
-    kept = rows if shown is None else [*rented, *_smallest(bought, wanted, shown)]
-    ordered = sorted(kept, key=lambda row: _order(row, wanted))
+    ordered = sorted(rows, key=lambda row: _order(row, wanted))
     if first is not None:
         ordered.insert(0, best_plan(subject, first, wanted))
     able = [row for row in rows if row.reaches(wanted.min_tps)]
-    cheapest, reason = _cheapest(able, wanted)
-    return Comparison(
+    best, reason = cheapest(rows, able, wanted)
+    parameters = subject.architecture.num_parameters if isinstance(subject, Subject) else 0
+    whole = Comparison(
         subject,
         wanted,
         tuple(ordered),
-        cheapest,
+        best,
         reason,
-        _front(rows),
-        len(rows) - len(kept),
-        cheapest_rented(row.candidate for row in able),
+        front_of(able, parameters),
+        rented=cheapest_rented(row.candidate for row in able),
+        left_out=tuple(left_out(able, best, wanted)),
     )
+    return whole if shown is None else only(whole, kept_names(whole, shown))
+
+
+def kept_names(found: Comparison, shown: int) -> set[str]:
+    """The cheapest, what is rented, this machine, and the smallest that do the work.
+
+    Of the last at most ``shown``, of one memory and of cards in turn.
+    """
+    best = found.cheapest
+    chosen = set() if best is None else {best.candidate.name}
+    chosen |= {r.candidate.name for r in found.rows if r.candidate.rent_usd_per_h is not None}
+    chosen |= {r.candidate.name for r in found.rows if r.candidate.price_reason == YOURS}
+    bought = [row for row in found.rows if row is best or row.candidate.name not in chosen]
+    return chosen | {row.candidate.name for row in smallest(bought, found, shown)}
+
+
+def only(found: Comparison, names: Container[str]) -> Comparison:
+    """The rows of these machines alone; what was found among all stays."""
+    kept = tuple(row for row in found.rows if row.candidate.name in names)
+    return replace(found, rows=kept, hidden=found.hidden + len(found.rows) - len(kept))
 
 
 def _rows(
@@ -143,7 +170,9 @@ def best_plan(subject: "Subject | TrainingSubject", candidate: Candidate, wanted
     if not isinstance(subject, Subject):
         from uma.plan.compare.training import best_training
 
-        return Row(candidate, *best_training(subject, candidate, wanted))
+        plan, rejected = best_training(subject, candidate, wanted)
+        reason = no_plan(subject, candidate, wanted) if plan is None else None
+        return Row(candidate, plan, rejected, reason)
     plans: list[Plan] = []
     for bits in WIDTHS:
         if bits < wanted.min_bits:
@@ -154,16 +183,37 @@ def best_plan(subject: "Subject | TrainingSubject", candidate: Candidate, wanted
         if enough and wanted.prefer in ("quality", "price"):
             break
     if not plans:
-        return Row(candidate, None)
-    best = max(plans, key=lambda plan: _merit(plan, wanted))
+        return Row(candidate, None, reason=no_plan(subject, candidate, wanted))
+    best = max(plans, key=lambda plan: _merit(plan, candidate, wanted))
     if candidate.number == 1 and not best.runs:
         best = unified.streamed_plan(subject, candidate, plans[-1].bits) or best
     reasons = (
-        (plan, plan.shortcoming(wanted.min_tps) or _less(plan, best, wanted))
+        (plan, plan.shortcoming(wanted.min_tps) or _less(plan, best, candidate, wanted))
         for plan in plans
-        if plan is not best and (plan.bits >= best.bits or not best.runs)
+        if plan is not best and _told(plan, best, wanted)
     )
     return Row(candidate, best, tuple(reasons))
+
+
+def _told(plan: Plan, best: Plan, wanted: Wanted) -> bool:
+    """Whether somebody would ask why it is not ``plan``: it is wider, or else faster."""
+    if plan.bits >= best.bits or not best.runs:
+        return True
+    return wanted.prefer == "speed" and (plan.decode_tps or 0) > (best.decode_tps or 0)
+
+
+def no_plan(subject: "Subject | TrainingSubject", candidate: Candidate, wanted: Wanted) -> str:
+    """Why a machine has no plan at all."""
+    kinds = {device.name for device in candidate.machine.devices}
+    if isinstance(subject, Subject):
+        return f"no engine that is modelled runs it in {wanted.min_bits} bits or more"
+    if candidate.number > 1:
+        return "training on several Macs together is not planned"
+    if len(kinds) > 1:
+        return "training on cards of several kinds is not planned"
+    if subject.kind == "qlora" and wanted.min_bits > QLORA_BITS and candidate.discrete:
+        return f"the base of qlora is in {QLORA_BITS} bits on cards, below --min-bits"
+    return NO_TRAINER
 
 
 def _plans(
@@ -197,29 +247,40 @@ def _plans(
             yield streamed
 
 
-def _merit(plan: Plan, wanted: Wanted) -> tuple[float, ...]:
+def _merit(plan: Plan, candidate: Candidate, wanted: Wanted) -> tuple[float, ...]:
     speed, fits = plan.decode_tps or 0.0, plan.verdict == "fits"
     if not plan.runs:
         return (0, 0, 0, -plan.short_bytes, speed)
-    if wanted.prefer == "speed":
-        return (3, fits, speed, plan.bits)
     if wanted.prefer == "context":
-        return (3, fits, plan.headroom_bytes, speed)
-    if plan.decode_tps is None:
-        return (2, fits, plan.bits, 0)
+        return (3, fits, spare_bytes(plan, candidate), speed)
+    if plan.decode_tps is None:  # what crosses the link least is fastest by any rate
+        bytes_ = plan.device_bytes + plan.host_bytes
+        return (2, fits, -plan.host_bytes, -bytes_ if wanted.prefer == "speed" else plan.bits)
     if speed < wanted.min_tps:
         return (1, 0, speed, 0)
+    if wanted.prefer == "speed":
+        return (3, fits, speed, plan.bits)
     return (3, fits, plan.bits, speed)
 
 
-def _less(plan: Plan, best: Plan, wanted: Wanted) -> str:
+def spare_bytes(plan: Plan, candidate: Candidate) -> int:
+    """Room for a longer context: on the host too, where llama.cpp can put more layers there."""
+    beside = 0
+    if candidate.discrete and plan.engine == "llama.cpp":
+        beside = host_room_bytes(candidate.machine) - plan.host_bytes
+    return plan.headroom_bytes + beside
+
+
+def _less(plan: Plan, best: Plan, candidate: Candidate, wanted: Wanted) -> str:
     """Why a plan that would do was not taken."""
     if plan.verdict == "tight" and best.verdict == "fits":
-        return "tight"
+        speed = f", {plan.decode_tps:.1f} tokens/s" if plan.decode_tps is not None else ""
+        return f"tight{speed if wanted.prefer == 'speed' else ''}"
+    if wanted.prefer == "context":
+        less = spare_bytes(best, candidate) - spare_bytes(plan, candidate)
+        return f"{format_gib(less)} less to spare"
     if plan.decode_tps is None:
         return "its speed is not known"
-    if wanted.prefer == "context":
-        return f"{format_gib(best.headroom_bytes - plan.headroom_bytes)} less to spare"
     return f"slower, {plan.decode_tps:.1f} tokens/s"
 
 
@@ -231,71 +292,7 @@ def _order(row: Row, wanted: Wanted) -> tuple[float, ...]:
     if wanted.prefer == "price":
         return (0, price, -speed)
     if wanted.prefer == "context":
-        return (0, -plan.headroom_bytes, -speed)
+        return (0, -spare_bytes(plan, row.candidate), -speed)
     if wanted.prefer == "speed":
         return (0, -speed, price)
     return (not row.reaches(wanted.min_tps), -plan.bits, -speed)
-
-
-def _smallest(rows: Sequence[Row], wanted: Wanted, shown: int) -> list[Row]:
-    """Those that reach the speed, the smallest first; then those that run; then the others."""
-
-    def size(row: Row) -> tuple[bool, bool, int, float]:
-        return (
-            not row.reaches(wanted.min_tps),
-            not row.runs,
-            row.candidate.machine.memory_bytes,
-            row.price_usd or 0,
-        )
-
-    pools = [
-        sorted((row for row in rows if row.candidate.discrete == discrete), key=size)
-        for discrete in (False, True)
-    ]
-    kept = [pools[0][: shown - min(len(pools[1]), shown // 2)]]
-    kept.append(pools[1][: shown - len(kept[0])])
-    return [row for pool in kept for row in pool]
-
-
-def _cheapest(able: Sequence[Row], wanted: Wanted) -> tuple[Row | None, str | None]:
-    """The cheapest of those that do the work, at a price of today, or why there is none."""
-    costs = ((row, spent_usd(row, wanted)) for row in able)
-    priced = [(row, usd) for row, usd in costs if usd is not None]
-    if priced:
-        return min(priced, key=lambda one: one[1])[0], None
-    if not able:
-        fast = f" at {wanted.min_tps:g} tokens/s" if wanted.min_tps else ""
-        return None, f"no machine does it{fast}"
-    return None, (
-        "no price of today is known of those that reach the speed: give --price NAME=USD, for "
-        "cards --host-price USD too, or --launch-prices for what they once cost"
-    )
-
-
-def spent_usd(row: Row, wanted: Wanted) -> float | None:
-    """What the work costs on a machine, bought at a price of today or rented, whichever is less.
-
-    Over the years of its use where that is told, else the price alone; ``None`` is not known.
-    """
-    cost = cost_of(row.candidate, wanted.use, None)
-    bought = cost.owned_usd if wanted.use.hours is not None else row.price_usd
-    if not (wanted.launch_prices or row.candidate.price_of_today):
-        bought = None
-    return min((usd for usd in (bought, cost.rented_usd) if usd is not None), default=None)
-
-
-def _front(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Rows that no other beats in price, speed and memory to spare at once; priced ones alone."""
-    priced = [row for row in rows if row.runs and row.price_usd is not None]
-    front = [row for row in priced if not any(_beats(other, row) for other in priced)]
-    return tuple(sorted(front, key=lambda row: row.price_usd or 0))
-
-
-def _beats(other: Row, row: Row) -> bool:
-    mine, theirs = _virtues(row), _virtues(other)
-    return theirs != mine and all(a >= b for a, b in zip(theirs, mine, strict=True))
-
-
-def _virtues(row: Row) -> tuple[float, float, int]:
-    assert row.plan is not None
-    return -(row.price_usd or 0), row.decode_tps or 0.0, row.plan.headroom_bytes

@@ -13,7 +13,7 @@ from uma.machine import Budget, Machine, budget_of
 from uma.memory.reads import ExpertReads, Stored, WeightReads, weight_reads
 from uma.memory.term import MemoryTerm
 from uma.plan.engine_case import EngineCase, engine_case
-from uma.plan.engine_words import format_of_bits
+from uma.plan.engine_words import format_of_bits, stored_format
 from uma.plan.estimate import Asked, Change
 from uma.plan.inference import Request
 from uma.plan.layer_offload import LayerOffload, layer_bytes, offloads
@@ -30,6 +30,9 @@ CACHES: dict[tuple[Engine, int], dict[str, str]] = {
     ("vllm", 8): {"kv_cache_dtype": "fp8"},
 }
 SCALE_BITS = {"llama.cpp": 0.5, "mlx": 0.5, "vllm": 0.0}  # 16 for 32 numbers, 32 for 64, none
+# Formats of repositories that all engines load as they are, and the bits of a weight. llama.cpp
+# keeps such experts in every mix of its own, F16 included (src/llama-quant.cpp).
+NATIVE = {"mxfp4": 4}
 _UNIT = 10**9  # bytes of weights that shares are computed for
 
 
@@ -53,6 +56,20 @@ class Subject:
         """Those in the cache, or of the prompt, where the speed is looked at."""
         return self.used_tokens or self.workload.context_tokens
 
+    @property
+    def native(self) -> str | None:
+        """The format that the model was made in, if engines load it as it is: its widest."""
+        stored = stored_format("vllm", self.source.config or {})
+        return stored if stored in NATIVE else None
+
+    def width(self, bits: int) -> int:
+        """``bits``, of which a model that was made in fewer has no more."""
+        return bits if self.native is None else min(bits, NATIVE[self.native])
+
+    def repeats(self, bits: int) -> bool:
+        """Whether this width is the same as the widest, in which the model was made."""
+        return bits < 16 and self.native is not None and self.width(16) == bits
+
     def case(self, engine: Engine, bits: int, machine: Machine) -> Asked | None:
         """The model in this width on this machine; ``None`` where it cannot be had so."""
         return self.mlx(bits, machine) if engine == "mlx" else self.other(engine, bits, machine)
@@ -70,6 +87,8 @@ class Subject:
             except UmaError:
                 return None
 
+        if self.native is not None and self.width(bits) == self.width(16):
+            bits = self.width(16)
         key = ("mlx", machine.backend)
         first = self.once(key, make)
         if first is None:
@@ -86,7 +105,7 @@ class Subject:
         if found is None or (self.source.gguf_headers and found is not usual):
             return None
         settings, devices = found.settings, len(machine.devices)
-        if engine == "llama.cpp" and devices and settings.num_devices != devices:
+        if engine != "vllm" and devices and settings.num_devices != devices:
             settings = replace(settings, num_devices=devices)
         budget = self._budget(machine)
         return replace(found, machine=machine, budget=budget, settings=settings)
@@ -120,12 +139,15 @@ class Subject:
             return None
 
     def _in_width(self, case: EngineCase, bits: int) -> EngineCase | None:
-        if bits == case.bits:
+        if bits == case.bits and not (self.native and case.engine == "vllm"):
             return case
         if bits not in case.widths:
             return None
+        quant = format_of_bits(case.engine, bits)
+        if self.native is not None and case.engine == "vllm":
+            quant = self.native
         try:
-            found = case.stored_as(format_of_bits(case.engine, bits))
+            found = case.stored_as(quant)
             self.terms(found)
         except UmaError:
             return None

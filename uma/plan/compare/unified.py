@@ -25,7 +25,7 @@ from uma.workload import Engine
 def unified_plans(subject: Subject, candidate: Candidate, bits: int, engine: Engine) -> list[Plan]:
     """Resident; where that exceeds, on a Mac, with a raised GPU limit."""
     asked = subject.case(engine, bits, candidate.machine)
-    if asked is None:
+    if asked is None or (engine == "mlx" and subject.repeats(bits)):
         return []
     plan = _plan(subject, asked, "resident")
     raised = None if plan.runs else _raised(subject, asked, candidate.machine)
@@ -56,7 +56,7 @@ def _plan(subject: Subject, asked: Asked, technique: Technique) -> Plan:
         technique=technique,
         engine=asked.engine,
         format=asked.format,
-        bits=asked.bits,
+        bits=subject.width(asked.bits),
         bits_per_weight=needs.bits_per_weight,
         device_bytes=needs.peak_bytes,
         host_bytes=0,

@@ -7,15 +7,14 @@ from collections.abc import Iterator, Mapping
 
 from uma.architecture.layers import Architecture
 from uma.errors import UsageError
-from uma.plan.compare.discrete import host_room_bytes
+from uma.plan.compare.placed import SCHEMES, placed
 from uma.plan.compare.plans import Plan
 from uma.plan.compare.search import Row
 from uma.plan.compare.subject import Subject
-from uma.plan.emit.device_map import Device, placement
+from uma.plan.emit.device_map import Device, check_names, placement
 from uma.plan.emit.repository import repository
 from uma.units import format_gib
 
-SCHEMES = {16: None, 8: "int8", 4: "nf4"}  # of bitsandbytes, made while loading
 ARGUMENTS = {"int8": "load_in_8bit=True", "nf4": 'load_in_4bit=True, bnb_4bit_quant_type="nf4"'}
 
 
@@ -32,33 +31,17 @@ def accelerate_lines(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
             f"--emit accelerate: {subject.source.name} is a model of text and images, whose "
             "modules have other names; llama.cpp runs its text alone (--emit llama.cpp)"
         )
-    if plan.bits not in SCHEMES:
+    check_names(subject.architecture)
+    if plan.format not in SCHEMES:
         raise UsageError(
             f"--emit accelerate: {plan.format} is not made while loading; 16, 8, 4 are"
         )
-    rooms = rooms_for_weights(subject, row, plan.bits)
+    case = subject.other("transformers", plan.bits, row.candidate.machine)
+    assert case is not None
+    rooms = placed(subject, case).rooms
     context = subject.workload.context_tokens
     yield f"# planned for {context} tokens of context"
-    yield from script(repository(subject), subject.architecture, rooms, SCHEMES[plan.bits])
-
-
-def rooms_for_weights(subject: Subject, row: Row, bits: int) -> dict[Device, int]:
-    """What each card leaves to weights beside cache and activations, and what the host does.
-
-    Each card has activations and a context of its own, and its part of the cache.
-    """
-    machine = row.candidate.machine
-    case = subject.other("transformers", bits, machine)
-    assert case is not None
-    cache = sum(term.size_bytes for term in subject.terms(case) if term.name == "kv_cache")
-    beside = subject.needed_bytes(case) - case.weights.size_bytes - cache
-    total = sum(device.memory_bytes for device in machine.devices)
-    shares = [device.memory_bytes / total for device in machine.devices]
-    rooms: dict[Device, int] = {
-        card: int((case.budget.budget_bytes - cache) * share) - beside
-        for card, share in enumerate(shares)
-    }
-    return rooms | {"cpu": host_room_bytes(machine)}
+    yield from script(repository(subject), subject.architecture, rooms, SCHEMES[plan.format])
 
 
 def script(

@@ -7,13 +7,14 @@ from typing import Literal
 from uma import __version__
 from uma.engines.vllm import DEFAULTS as VLLM
 from uma.errors import DoesNotFit, UsageError
+from uma.plan.compare.parallel import MOST_CARDS
 from uma.plan.compare.plans import Plan
 from uma.plan.compare.search import Row
 from uma.plan.compare.subject import CACHES, Subject
 from uma.plan.emit.accelerate import accelerate_lines
-from uma.plan.emit.repository import repository
+from uma.plan.emit.repository import repository, repository_in, stored_as
 from uma.plan.emit.split import split_by_layers
-from uma.units import format_gib
+from uma.units import format_gib, printable
 from uma.workload import Engine
 
 Target = Literal["llama.cpp", "mlx", "accelerate", "vllm"]
@@ -42,10 +43,7 @@ def configuration(target: Target, subject: Subject, row: Row) -> str:
         UnsupportedModel: If accelerate's names of the model's parts are not known.
     """
     if row.plan is None:
-        raise UsageError(
-            f"--emit {target}: {ENGINES[target]} is not planned for {row.candidate.name} with this "
-            "model; mlx is for Macs, accelerate and vllm are for cards"
-        )
+        raise UsageError(f"--emit {target}: {_why_not(target, subject, row)}")
     if not row.plan.runs:
         why = row.plan.shortcoming(0)
         raise DoesNotFit(
@@ -62,12 +60,36 @@ def configuration(target: Target, subject: Subject, row: Row) -> str:
     return "\n".join([title, *emit[target](subject, row, row.plan)])
 
 
+def _why_not(target: Target, subject: Subject, row: Row) -> str:
+    """Why the target's engine has no plan at all for the machine."""
+    engine, machine, width = ENGINES[target], row.candidate.machine, subject.workload.kv_bits
+    name, cards = row.candidate.name, machine.kind == "discrete"
+    if cards == (target == "mlx"):
+        return f"{name} is not for {engine}; mlx is for Macs, accelerate and vllm are for cards"
+    if width is not None and cards and (engine, width) not in CACHES:
+        known = sorted(bits for one, bits in CACHES if one == engine)
+        other = f"it has {known[0]} bits" if known else "it quantizes none"
+        return f"{engine} has no cache of {width} bits; {other}: leave --kv-bits out, or change it"
+    if target == "accelerate" and machine.link_bytes_per_s is None:
+        return f"the link between {name} and its host is not in the catalog, so that nothing can "\
+            "be planned over it; --emit llama.cpp needs none"
+    if target == "vllm" and len(machine.devices) > 1:
+        count = len(machine.devices)
+        return (
+            f"it splits a model over at most {MOST_CARDS} cards, of one kind, whose number divides "
+            f"its heads, which {name} is not: try fewer than {count} cards"
+        )
+    return f"{engine} is not planned for {name} with this model in the widths asked for"
+
+
 def _title(subject: Subject, row: Row, plan: Plan) -> str:
     beside = f", {format_gib(plan.host_bytes)} on the host" if plan.host_bytes else ""
-    return (
+    beside += f", {format_gib(plan.disk_bytes)} on the disk" if plan.disk_bytes else ""
+    title = (
         f"# {subject.source.name} on {row.candidate.machine.name}: {plan.technique}, "
         f"{format_gib(plan.device_bytes)} of {format_gib(plan.budget_bytes)}{beside}"
     )
+    return printable(title, kept="")  # else a name with a new line would end the comment
 
 
 def _llama_cpp(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
@@ -117,7 +139,7 @@ def _split(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
     assert case is not None
     memory = [device.memory_bytes for device in machine.devices]
     cards = split_by_layers(
-        subject.architecture, case.format, subject.workload, case.settings, memory
+        subject.architecture, plan.format, subject.workload, case.settings, memory
     )
     for number, card in enumerate(cards):
         size = format_gib(card.size_bytes)
@@ -125,11 +147,14 @@ def _split(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
 
 
 def _mlx(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
-    """``uma run``, which keeps the run within what was planned."""
+    """``uma run``, which keeps the run within what was planned; a server for several requests."""
     context = subject.workload.context_tokens
     if plan.technique == "raised wired limit":
         yield "# the GPU's limit is below what this needs; until the next restart:"
         yield plan.options[0]
+    if subject.workload.batch_size > 1:
+        yield from _mlx_server(subject, row, plan)
+        return
     yield f"# --bits {plan.bits}: the least quantized that was wanted and fits"
     yield f"# --context {context}: prompt and answer together; the memory limits are set for it"
     arguments = ["uma", "run", subject.source.name, "--bits", str(plan.bits)]
@@ -139,15 +164,53 @@ def _mlx(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
     yield shlex.join([*arguments, "--context", str(context)])
 
 
+def _mlx_server(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
+    """Flags: mlx-lm 0.32.2, ``server.py``, whose batches have no quantized cache.
+
+    Raises:
+        UsageError: If the plan has one.
+    """
+    number, case = subject.workload.batch_size, subject.mlx(plan.bits, row.candidate.machine)
+    assert case is not None
+    if subject.workload.kv_bits is not None:
+        raise UsageError(
+            "--emit mlx: mlx_lm.server takes one request at a time where --kv-bits is given; leave "
+            "it out, or --concurrency"
+        )
+    source, planned, model = subject.source, case.plan(), repository(subject)
+    if source.path is None and "/" in source.name:
+        model = source.name
+    own = source.kind == "mlx" or model == source.name
+    folder = model
+    as_made = plan.bits == subject.width(16)
+    if not as_made and (planned.form.load_terms or not own):
+        folder = f"{model.rpartition('/')[2]}-{plan.bits}bit"
+        yield f"# the weights in {plan.bits} bits, as MLX has them"
+        yield shlex.join(["uma", "convert", model, "--bits", str(plan.bits), "-o", folder])
+    step, caches = planned.workload.prefill_step_size, plan.cache_bytes
+    yield f"# planned for {number} requests of {subject.workload.context_tokens} tokens, a length"
+    yield "# that mlx_lm.server does not enforce; uma run answers one request at a time"
+    yield f"# --prompt-cache-bytes {caches}: the caches of all, those that it saves included"
+    arguments = ["mlx_lm.server", "--model", folder, "--prefill-step-size", str(step)]
+    arguments += ["--decode-concurrency", str(number), "--prompt-concurrency", str(number)]
+    yield shlex.join([*arguments, "--prompt-cache-bytes", str(caches)])
+
+
 def _vllm(subject: Subject, row: Row, plan: Plan) -> Iterator[str]:
     """Flags: vLLM 0.33.0, ``engine/arg_utils.py``."""
     workload, count = subject.workload, len(row.candidate.machine.devices)
-    arguments = ["vllm", "serve", repository(subject)]
-    if plan.format == "fp8":
+    stored = stored_as(subject, plan.format)
+    made = plan.format == "bf16" or (plan.format == "fp8" and not stored)
+    model = repository(subject) if made else repository_in(subject, plan.format)
+    arguments = ["vllm", "serve", model]
+    if stored:
+        yield f"# its weights are stored in {plan.format}, and loaded as they are"
+    elif not made:
+        yield f"# the model must be stored in {plan.format}: uma knows no such repository, so put"
+        yield "# the name of one in place of <...>"
+    elif plan.format == "fp8":
         yield "# --quantization fp8: weights are quantized while they are loaded"
         arguments += ["--quantization", "fp8"]
-    elif plan.format != "bf16":
-        yield f"# the model must be stored in {plan.format}: put such a repository here"
     heads = f"each has 1/{count} of every matrix" if count > 1 else "one card"
     yield f"# --tensor-parallel-size {count}: {heads}"
     yield f"# --max-model-len {workload.context_tokens}: prompt and answer of a request"

@@ -85,7 +85,9 @@ def _reasons(asked: TrainingWorkload, rows: int) -> dict[str, str]:
         spread.zero_stage, "optimizer states, gradients and parameters"
     )
     why = {
-        "zero_optimization.stage": f"{sharded} are split over {spread.shards} devices",
+        "zero_optimization.stage": f"{sharded} are split over {spread.shards} devices"
+        if spread.shards > 1
+        else "one device: nothing is split, but only ZeRO offloads",
         "reduce_bucket_size": "the plan counts two such buffers on each device",
         "train_batch_size": f"{asked.batch_size} rows x {asked.grad_accumulation_steps} batches x "
         f"{spread.data} devices = {rows}; DeepSpeed refuses any other number",

@@ -62,9 +62,6 @@ def placement(
 
     Modules that have no room on a card are not converted (transformers 5.24,
     ``quantizers/quantizer_bnb_8bit.py``, ``_process_model_before_weight_loading``).
-
-    Raises:
-        UnsupportedModel: If the names of its modules are not known.
     """
     tied = architecture.tie_word_embeddings
     modules = modules_of(architecture)
@@ -124,11 +121,11 @@ def _with_host(converted: Sequence[Module], stored: Sequence[Module]) -> tuple[M
     )
 
 
-def modules_of(architecture: Architecture, bytes_each: int = 2) -> tuple[Module, ...]:
-    """The modules of transformers' causal language model with numbers of ``bytes_each`` bytes.
+def check_names(architecture: Architecture) -> None:
+    """Refuse a model whose modules have other names in transformers.
 
     Raises:
-        UnsupportedModel: If its modules have other names.
+        UnsupportedModel: If they are not those of a known family.
     """
     if architecture.model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
@@ -136,6 +133,13 @@ def modules_of(architecture: Architecture, bytes_each: int = 2) -> tuple[Module,
             f"the modules of {architecture.model_type} in transformers are not known; known: "
             f"{known}"
         )
+
+
+def modules_of(architecture: Architecture, bytes_each: int = 2) -> tuple[Module, ...]:
+    """The modules of transformers' causal language model with numbers of ``bytes_each`` bytes.
+
+    Families that ``check_names`` refuses have modules of these sizes under other names.
+    """
     layers = tuple(
         Module(f"model.layers.{index}", bytes_each * _elements(layer.parameters))
         for index, layer in enumerate(architecture.layers)
@@ -146,7 +150,7 @@ def modules_of(architecture: Architecture, bytes_each: int = 2) -> tuple[Module,
     inner = (
         Module("model.embed_tokens", bytes_each * matrix),
         Module("model.layers", sum(layer.size_bytes for layer in layers), layers),
-        Module("model.norm", bytes_each * (rest - head)),
+        Module("model.norm", bytes_each * max(0, rest - head)),
         Module("model.rotary_emb", bytes_each * _rotary_elements(architecture)),
     )
     whole = Module("model", sum(module.size_bytes for module in inner), inner)
@@ -175,16 +179,16 @@ def auto_device_map(
     keep_room = {devices[0], "cpu"}
     queue, placed = deque(modules), dict[str, Device]()
     used = where = 0
-    largest = _largest(queue)
+    largest, names = _largest(queue)
     while queue:
         module = queue.popleft()
-        largest = largest.without(module.name)
-        if not largest.names:
-            largest = _largest(queue)
+        names -= {leaf.name for leaf in _leaves(module)}
+        if not names:
+            largest, names = _largest(queue)
         device = devices[where]
         room = rooms.get(device)
         if room is not None and device in keep_room:
-            room -= largest.size_bytes
+            room -= largest
         size = module.bytes_on(device)
         if room is None or used + size <= room:
             used += size
@@ -194,29 +198,18 @@ def auto_device_map(
                 queue = deque(m for m in queue if m.name != "lm_head")
         elif module.children:
             queue.extendleft(reversed(module.children))
-            largest = _largest(queue)
+            largest, names = _largest(queue)
         else:
             queue.appendleft(module)
             used, where = 0, where + 1
     return _joined(modules, placed)
 
 
-@dataclass(frozen=True, slots=True)
-class _Largest:
+def _largest(modules: Sequence[Module] | deque[Module]) -> tuple[int, set[str]]:
     """The size of the largest layers of those to be placed, and their names."""
-
-    size_bytes: int
-    names: frozenset[str]
-
-    def without(self, name: str) -> "_Largest":
-        left = {n for n in self.names if n != name and not n.startswith(f"{name}.")}
-        return _Largest(self.size_bytes, frozenset(left))
-
-
-def _largest(modules: Sequence[Module] | deque[Module]) -> _Largest:
     leaves = [leaf for module in modules for leaf in _leaves(module)]
     size = max((leaf.most_bytes for leaf in leaves), default=0)
-    return _Largest(size, frozenset(leaf.name for leaf in leaves if leaf.most_bytes == size))
+    return size, {leaf.name for leaf in leaves if leaf.most_bytes == size}
 
 
 def _leaves(module: Module) -> Iterator[Module]:

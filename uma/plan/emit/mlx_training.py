@@ -4,11 +4,12 @@ import shlex
 from collections.abc import Iterator
 
 from uma.plan.compare.recipes import Recipe
+from uma.units import printable
 
 
 def mlx_training(model: str, recipe: Recipe, title: str) -> str:
     """``uma lora train``, after the model is in the width that was planned."""
-    return "\n".join([f"# {title}", *_lines(model, recipe)])
+    return "\n".join([f"# {printable(title, kept='')}", *_lines(model, recipe)])
 
 
 def _lines(model: str, recipe: Recipe) -> Iterator[str]:

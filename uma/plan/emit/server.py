@@ -4,6 +4,7 @@ import shlex
 from typing import TYPE_CHECKING, Literal
 
 from uma.errors import UsageError
+from uma.units import printable
 
 if TYPE_CHECKING:
     from uma.checkpoint.source import ModelSource
@@ -23,7 +24,8 @@ def server_command(server: Server, source: "ModelSource", plan: "InferencePlan")
     """
     emit = {"mlx_lm.server": _mlx_lm, "llama-server": _llama_server, "lms": _lms}[server]
     comments, arguments = emit(source, plan)
-    return "\n".join([*(f"# {line}" for line in comments), shlex.join(arguments)])
+    lines = (f"# {printable(line, kept='')}" for line in comments)
+    return "\n".join([*lines, shlex.join(arguments)])
 
 
 def _mlx_lm(source: "ModelSource", plan: "InferencePlan") -> tuple[list[str], list[str]]:

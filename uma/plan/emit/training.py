@@ -10,6 +10,7 @@ from typing import Literal
 from uma.errors import UsageError
 from uma.plan.emit.deepspeed import deepspeed_json
 from uma.plan.emit.peft import LEARNING_RATES, MIXED, Training, check_trainer, peft_script
+from uma.units import printable
 
 TrainingTarget = Literal["peft", "deepspeed", "fsdp"]
 TRAINING_TARGETS: tuple[TrainingTarget, ...] = ("peft", "deepspeed", "fsdp")
@@ -25,7 +26,7 @@ def training_configuration(target: TrainingTarget, training: Training) -> str:
     if target == "deepspeed":
         return deepspeed_json(training.workload, LEARNING_RATES[training.workload.method])
     emit: dict[str, Callable[[Training], Iterator[str]]] = {"peft": peft_script, "fsdp": _fsdp}
-    title = [f"# {training.title}"] if training.title else []
+    title = [f"# {printable(training.title, kept='')}"] if training.title else []
     return "\n".join([*title, *emit[target](training)])
 
 

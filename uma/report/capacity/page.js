@@ -59,7 +59,7 @@
   const off = new Set();
   const shown = row => row.machine === undefined || !off.has(row.machine);
   function follows(plot) {
-    const chosen = {machine: machine().name, model: detailed ? one().model.name : null};
+    const chosen = {machine: machine().name, model: detailed ? chosenModel().name : null};
     return row => plot.follows.every(key => row[key] === chosen[key]) && (plot.follows.includes("machine") || shown(row));
   }
   function draw(name, datasets) {
@@ -144,10 +144,7 @@
   const POINT = {bits: 0, kv: 1, batch: 2, context: 3};
   const WANTED = {bits: 4, kv: 16, batch: 1, context: data.contexts[0]};
   const matching = (points, fixed) => points.filter(p => Object.entries(fixed).every(([key, value]) => p[POINT[key]] === value));
-  function one() {
-    const model = machine().models[$("one-model").value] || machine().models[0];
-    return {model, longest: model.longest, sequences: model.sequences};
-  }
+  const chosenModel = () => machine().models[$("one-model").value] || machine().models[0];
   function chosenPoint(points) {
     const fixed = {};
     for (const name of Object.keys(POINT)) {
@@ -162,7 +159,7 @@
   const arithmetic = p => p[10].map(([term, bytes]) => `${data.terms[term][0]} ${size(bytes)}`).join(" + ") + ` = ${gib(p[5])}`;
   function drawOne() {
     options($("one-model"), machine().models.map((_, i) => i), machine().models.map(m => m.name));
-    const {model} = one();
+    const model = chosenModel();
     if (model.reason !== null) {
       $("one-answer").replaceChildren(element("p", model.reason));
       for (const id of ["one-terms", "one-longest", "speed-table", "sequences-table"]) fill(id, "", [], []);

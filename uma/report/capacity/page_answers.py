@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from uma.report.capacity.plot_rows import sizes_of
-from uma.report.capacity.summary import number, speed_words
+from uma.report.capacity.summary import MANY, number, speed_words
 from uma.units import format_gib
 
 Doc = Mapping[str, Any]
@@ -13,15 +13,16 @@ NAMED = 5  # models that a raised limit admits
 
 
 def answers(found: Doc) -> list[tuple[str, str, list[str]]]:
-    """Machine, question and answers."""
+    """Machine, question and answers; of many machines to the first question alone."""
     made = []
+    asked = 1 if len(found["machines"]) > MANY else None
     for machine in found["machines"]:
         for question, texts in (
             ("What is the largest model I can run, and how fast?", _largest(machine)),
             ("What would iogpu.wired_limit_mb buy me?", _raised(machine, found)),
             ("Can I fine-tune on it?", _training(machine)),
             ("Would graphics cards be faster?", _cards(machine, found)),
-        ):
+        )[:asked]:
             if kept := list(texts):
                 made.append((machine["name"], question, kept))
     return made

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -62,6 +62,7 @@ def put_adapter(model: nn.Module, adapter: Adapter) -> dict[str, mx.array]:
     if not 1 <= layers <= count:
         raise UsageError(f"--num-layers {layers}: the model has {count}; give 1 to {count}, or -1")
     _require_known_widths(model, adapter)
+    _require_known_keys(model.layers[-layers:], adapter)
     model.freeze()
     if adapter.method == "full":
         for layer in model.layers[-layers:]:
@@ -73,8 +74,6 @@ def put_adapter(model: nn.Module, adapter: Adapter) -> dict[str, mx.array]:
         except ValueError as error:
             raise UnsupportedModel(f"the model cannot take a {adapter.method}: {error}") from None
     trained = dict(tree_flatten(model.trainable_parameters()))
-    if not trained:
-        raise UsageError(f"no layer is named {' or '.join(adapter.keys or ())}; nothing to train")
     require_only_adapter(trained, adapter)
     return trained
 
@@ -90,6 +89,18 @@ def require_only_adapter(trained: Mapping[str, mx.array], adapter: Adapter) -> N
     if other:
         raise UnsupportedModel(
             f"{other[0]} would be trained with the adapter, and is no part of it"
+        )
+
+
+def _require_known_keys(layers: Sequence[nn.Module], adapter: Adapter) -> None:
+    """mlx-lm passes over keys that no layer has."""
+    if adapter.method == "full" or adapter.keys is None:
+        return
+    modules = {name: m for layer in layers for name, m in layer.named_modules()}
+    if unknown := [key for key in adapter.keys if key not in modules]:
+        known = sorted(name for name, module in modules.items() if "weight" in module)
+        raise UsageError(
+            f"no layer is named {' or '.join(unknown)}; give --keys of {', '.join(known)}"
         )
 
 

@@ -1,6 +1,7 @@
 """Optimizers by name, with a learning rate that may follow a schedule."""
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -89,7 +90,8 @@ def _schedule(asked: Mapping[str, Any]) -> Any:
     try:
         expected.bind(*(arguments or ()))
         rate = build_schedule(dict(asked))
-        float(rate(mx.array(0)).item())
+        if not math.isfinite(float(rate(mx.array(0)).item())):
+            raise ValueError("the rate is not finite")
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise UsageError(
             f"arguments {arguments!r} of {name} do not fit {name}{expected}: {error}"

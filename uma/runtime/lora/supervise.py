@@ -22,6 +22,9 @@ from uma.units import format_gib
 PARENT = "UMA_TRAINING_PARENT"
 """Variable by which the child knows its parent; if that is gone, the child saves and leaves."""
 
+DETACHED = "UMA_TRAINING_DETACHED"
+"""Variable of a process that ``--detach`` began: it supervises, whatever the settings say."""
+
 TERMINAL = "UMA_TRAINING_TERMINAL"
 TAIL = 64 << 10
 SAMPLE_S = 1.0
