@@ -29,6 +29,7 @@ from uma.plan.compare.search import best_plan
 from uma.plan.compare.subject import Subject
 from uma.plan.compare.unified import streamed_plan as plan_from_disk
 from uma.plan.compare.unified import unified_plans
+from uma.plan.engine_case import budget_under
 from uma.speed.rate import NotKnown, Rate
 from uma.units import GB, GIB, MIB
 from uma.workload import Inference
@@ -593,8 +594,7 @@ def test_nothing_on_the_front_is_beaten_by_another_in_all_three() -> None:
     assert beaten
     for one in beaten:
         assert any(
-            (other.price_usd or 0) <= (one.price_usd or 0)
-            and read_per_s(other) >= read_per_s(one)
+            (other.price_usd or 0) <= (one.price_usd or 0) and read_per_s(other) >= read_per_s(one)
             for other in found.front
         )
 
@@ -616,3 +616,56 @@ def test_the_whole_catalog_is_compared_in_a_moment() -> None:
     found = compare(fresh, catalog_candidates(HOST, {}, sold=False), WANTED)
     assert time.process_time() - start < 1  # 0.2 to 0.4 s; Python and the imports take as much
     assert len(found.rows) > 300
+
+
+@pytest.mark.parametrize("name", ["2xrtx-4070", "h100", "2xrtx-3090", "rtx-4090"])
+def test_a_plan_under_vllm_has_the_verdict_of_an_estimate(name: str) -> None:
+    """The cards of gemma 3 27B in 4 bits with a cache in 8: the estimate of 2 RTX 4070 is tight."""
+    one = subject("gemma-3-27b")
+    small = replace(one, workload=replace(one.workload, kv_bits=8), known={})
+    plan = vllm_plan(small, machine(name), 4)
+    case = small.other("vllm", 4, machine(name).machine)
+    assert plan is not None
+    assert case is not None
+    budget = budget_under("vllm", case.budget, case.machine, case.settings)
+    told = replace(case, budget=budget).estimate()
+    assert plan.verdict == told.ledger.verdict
+    assert (plan.verdict == "tight") == (name == "2xrtx-4070")
+
+
+def test_a_model_made_in_4_bits_has_4_bits_under_every_engine() -> None:
+    """gpt-oss-120b: 4.25 bits of MXFP4 for each weight of its experts, 16 for the others."""
+    widest = Wanted(min_bits=8)
+    for name in ("h100", "mac-studio-m3-ultra-96", "2xh100"):
+        for wanted in (WANTED, widest):
+            found = row("gpt-oss-120b", name, wanted).plan
+            assert found is not None
+            assert (found.verdict, found.bits) == ("fits", 4)
+            assert found.bits_per_weight == pytest.approx(4.4, abs=0.1)
+    served = vllm_plan(subject("gpt-oss-120b"), machine("h100"), 16)
+    assert served is not None
+    assert served.format == "mxfp4"
+    assert vllm_plan(subject("gpt-oss-120b"), machine("h100"), 4) is None
+    small = row("gpt-oss-120b", "mac-studio-m1-max-64")
+    assert not small.runs
+    assert len([plan for plan, _ in small.rejected if plan.engine == "mlx"]) == 1
+
+
+def test_a_width_of_bitsandbytes_is_that_of_its_matrices() -> None:
+    """Embeddings and head of Llama 3 8B stay in 16 bits, which makes 6 bits of 4 on average."""
+    plan = accelerate_plan(subject("llama-3-8b"), machine("rtx-4090"), 4)
+    assert plan is not None
+    assert (plan.format, plan.bits) == ("nf4", 4)
+    assert plan.bits_per_weight > 5.5
+
+
+def test_what_cards_hold_under_transformers_does_not_depend_on_those_asked_before() -> None:
+    fresh = replace(subject("llama-3-70b"), known={})
+    alone = accelerate_plan(replace(fresh, known={}), machine("rtx-4090"))
+    many = accelerate_plan(fresh, machine("8xh100"))
+    after = accelerate_plan(fresh, machine("rtx-4090"))
+    assert alone is not None
+    assert many is not None
+    assert after is not None
+    assert after.device_bytes == alone.device_bytes
+    assert many.verdict == "fits"

@@ -165,3 +165,13 @@ def test_where_no_speed_is_known_the_fewest_bytes_are_the_fastest() -> None:
     assert found.plan is not None
     assert isinstance(found.plan.decode, NotKnown)
     assert found.plan.bits == 4
+
+
+def test_a_plan_over_the_link_that_fits_is_taken_where_all_on_the_card_is_tight() -> None:
+    wanted = Wanted(min_bits=16, min_tps=1)
+    tight = best_plan(subject("llama-3.1-8b"), machine("arc-pro-b50"), wanted)
+    assert tight.plan is not None
+    assert tight.plan.technique == "streamed over the link"
+    roomy = best_plan(subject("llama-3.1-8b"), machine("rtx-4090"), wanted)
+    assert roomy.plan is not None
+    assert roomy.plan.technique == "resident"

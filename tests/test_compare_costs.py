@@ -211,7 +211,8 @@ def test_a_machine_of_the_same_price_that_is_better_in_the_same_width_is_not_bea
     """Of two at 3,000 US$ the M5 Max runs more bits, with less to spare; it is the better one."""
     own = {name: Price(3000, "user") for name in ("mac-studio-m4-max-64", "mac-studio-m5-max-64")}
     both = candidates(list(own), HostProfile(), own)
-    found = compare(subject("gemma-3-27b"), both, Wanted(min_tps=12))
+    found = compare(subject("gemma-3-27b"), both, Wanted(min_tps=16))
+    assert [row.plan is not None and row.plan.bits for row in found.rows] == [8, 6]
     assert [row.candidate.name for row in found.front] == ["mac-studio-m5-max-64"]
     assert found.cheapest is not None
     assert found.cheapest.candidate.name == "mac-studio-m5-max-64"
@@ -254,3 +255,10 @@ def test_the_cheapest_has_a_row_and_cards_of_unknown_speed_come_last() -> None:
     assert found.cheapest in found.rows
     assert len(found.rows) == 12
     assert all(row.decode_tps is not None for row in found.rows)
+
+
+def test_every_machine_of_the_catalog_is_compared_by_its_name() -> None:
+    """But two that are sold with different memory, which has to be said."""
+    for one in catalog_candidates(HostProfile(), {}, sold=False):
+        (named,) = candidates([one.name], HostProfile(), {})
+        assert (named.machine.name, named.price) == (one.machine.name, one.price)

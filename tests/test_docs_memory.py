@@ -1,17 +1,23 @@
 """Every figure of docs/memory.md, computed anew by the library that the page explains."""
 
+import json
 import re
+from contextlib import redirect_stdout
 from functools import cache
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+pytest.importorskip("typer")
 
 from uma.architecture import architecture_from_config
 from uma.architecture.layers import Architecture, Attention
 from uma.catalog import aliases, find_model, model_config, words
+from uma.cli import main
 from uma.engines import llama_cpp, mlx, transformers
-from uma.ledger import peak
-from uma.machine import Machine, budget_of, verdict
+from uma.machine import Machine, budget_of
 from uma.machine.named import machine_named
 from uma.memory.activations import Call, output_width, score_bytes
 from uma.memory.paging import Holding, mean_holding, parse_requests
@@ -109,7 +115,7 @@ def attention_rows() -> list[tuple[str, ...]]:
     layer = architecture_of("llama-2-7b").layers[0]
     (mixer,) = layer.mixers
     assert isinstance(mixer, Attention)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for tokens, chunk in ((2048, 2048), (8192, 8192), (32_768, 32_768), (32_768, 2048)):
         call = Call(chunk, tokens - chunk)
         rows.append(
@@ -151,7 +157,7 @@ def training_rows() -> list[tuple[str, ...]]:
 
 
 def machine_rows() -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in ("macbook-air-m4-16", "mac-studio-m2-ultra-192", "rtx-4090"):
         machine = machine_named(name)
         budget = budget_of(machine)
@@ -173,15 +179,36 @@ def limit(machine: Machine) -> str:
     return low if high is None else f"{low.removesuffix(' GiB')} to {format_gib(high)}"
 
 
+@cache
+def printed(command: str) -> dict[str, Any]:
+    """What the command that the page names prints, as JSON."""
+    with redirect_stdout(StringIO()) as out:
+        main([*command.split()[1:], "--json"])
+    found: dict[str, Any] = json.loads(out.getvalue())
+    return found
+
+
+def example() -> dict[str, Any]:
+    command = "uma estimate llama-3-8b --machine macbook-air-m4-16"
+    assert f"`{command}`" in PAGE
+    return printed(command)
+
+
 def example_rows() -> list[tuple[str, ...]]:
     """Llama 3 8B in 4 bits at 8,192 tokens under MLX, as on a MacBook Air of 16 GiB."""
-    architecture = architecture_of("llama-3-8b")
-    weights = weight_bytes(architecture, Quantization())
-    terms = mlx.inference_terms(architecture, weights, Inference())
-    rows = [(f"`{t.name}`", t.phase, format_gib(t.size_bytes), t.basis) for t in terms]
-    phase, size = peak(terms)
-    result = verdict(size, budget_of(machine_named("macbook-air-m4-16")))
-    return [*rows, ("peak", phase, format_gib(size), result)]
+    found = example()
+    rows = [
+        (f"`{t['name']}`", t["phase"], format_gib(t["size_bytes"]), t["basis"])
+        for t in found["terms"]
+    ]
+    total = format_gib(found["total_bytes"])
+    return [*rows, ("peak", found["binding_phase"], total, found["verdict"])]
+
+
+def needed() -> str:
+    """The need of the example: its peak without the pool."""
+    (pool,) = [t["size_bytes"] for t in example()["terms"] if t["name"] == "buffer_pool"]
+    return format_gib(example()["total_bytes"] - pool)
 
 
 TABLES = {
@@ -213,6 +240,7 @@ def in_text() -> set[str]:
         gemma, weight_bytes(gemma, Quantization()), Inference(8192)
     )[1]
     return {
+        needed(),
         gb(2 * 8 * 10**9),  # the article's round number
         format_gib(cache_bytes("llama-2-7b", 8192) // 8192),
         format_gib(cache_bytes("llama-3-8b", 8192) // 8192),

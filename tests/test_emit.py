@@ -1,8 +1,11 @@
 """What `uma compare --emit` writes is what the programs take, and does what the plan says."""
 
 import ast
+import importlib.util
 import json
+import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from uma.architecture import architecture_from_config
 from uma.cli import main
 from uma.plan.emit.device_map import Device, Module, auto_device_map, modules_of
+from uma.units import GIB
 
 DATA = Path(__file__).parent / "data"
 CONFIGS = Path(__file__).parent.parent / "uma/data/models"
@@ -149,6 +153,13 @@ def test_the_script_for_accelerate_is_python_with_accelerates_own_map(
         ("llama-3-70b --machine rtx-4090 --emit mlx", 2, "mlx is for Macs"),
         ("llama-3-70b --machine mac-studio-m2-ultra-192 --emit vllm", 2, "for cards"),
         ("llama-3-70b --machine rtx-4060-8gb --emit accelerate", 3, "too much for"),
+        ("llama-3-70b -c 32k --machine rtx-4060-8gb --emit accelerate", 3, "hold no layer"),
+        ("llama-3-8b --machine rtx-2060-6gb --emit accelerate", 2, "link between rtx-2060-6gb"),
+        ("llama-3-8b --machine h100 --kv-bits 4 --emit vllm", 2, "no cache of 4 bits; it has 8"),
+        ("llama-3-8b --machine h100 --kv-bits 8 --emit accelerate", 2, "it quantizes none"),
+        ("llama-3-8b --machine 3xrtx-3090 --emit vllm", 2, "fewer than 3 cards"),
+        ("llama-3-8b --machine rx-7900-xtx --emit vllm", 2, "known on NVIDIA's cards"),
+        ("deepseek-v3 --machine 8xh200 --host-ram 2TB --emit accelerate", 1, "modules of deepseek"),
         ("gemma-3-27b --machine h100 --emit accelerate", 2, "text and images"),
         ("llama-3-70b --machine h100 --machine rtx-4090 --emit vllm", 2, "one machine"),
         ("llama-3-70b --machine h100 --emit vllm --json", 2, "leave out"),
@@ -181,3 +192,153 @@ def test_accelerate_writes_8_and_4_bits_over_cards_and_host(
     assert set(found.values()) == {0, 1, "cpu"}
     assert "llm_int8_enable_fp32_cpu_offload=True" in text
     assert "load_in_4bit=True" in text
+
+
+def accelerate_script(capsys: pytest.CaptureFixture[str], command: str) -> tuple[str, Any, Any]:
+    """Its first line, and the limits and the map in it."""
+    lines = emitted(capsys, f"{command} --emit accelerate")
+    found = {
+        ast.unparse(node.targets[0]): ast.literal_eval(node.value)
+        for node in ast.parse("\n".join(lines)).body
+        if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Call)
+    }
+    return lines[0], found["MAX_MEMORY"], found["DEVICE_MAP"]
+
+
+def layer_elements(model: str) -> list[int]:
+    config = json.loads((CONFIGS / f"{model}.json").read_text())
+    layers = architecture_from_config(config.get("config", config)).layers
+    return [sum(parameter.size for parameter in layer.parameters) for layer in layers]
+
+
+LARGE_HOST = "--host-ram 256GB"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"llama-3-70b --machine 8xrtx-3060-12gb {LARGE_HOST}",
+        f"llama-3-70b --machine 4xrtx-3060-12gb {LARGE_HOST}",
+        f"llama-3-70b --machine rtx-4090 {LARGE_HOST} --min-bits 16",
+        "llama-3-70b --machine 2xrtx-3090",
+    ],
+)
+def test_the_map_of_accelerate_is_the_plan_that_stands_above_it(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """What is on the host are whole modules in 16 bits: layers, and embeddings or head."""
+    title, rooms, found = accelerate_script(capsys, command)
+    layer = 2 * layer_elements("meta-llama__Meta-Llama-3-70B-Instruct")[0]
+    matrix = 2 * 128_256 * 8192
+    on_host = sum(layer for name, place in found.items() if "layers." in name and place == "cpu")
+    on_host += matrix if found["lm_head"] == "cpu" else 0
+    told = re.search(r"([\d.]+) GiB on the host", title)
+    assert float(told[1] if told else 0) == pytest.approx(on_host / GIB, abs=0.01)
+    held, budget = map(float, re.findall(r"([\d.]+) GiB", title)[:2])
+    assert held <= budget
+    assert min(rooms.values()) > 0
+    assert 0 in found.values()
+
+
+def test_caches_of_layers_on_the_host_are_on_the_first_card(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where they run: the other cards leave more to weights by the caches of fewer layers."""
+    command = f"llama-3-70b --machine 4xrtx-3060-12gb {LARGE_HOST} --context 16384"
+    _, rooms, found = accelerate_script(capsys, command)
+    places = [place for name, place in found.items() if "layers." in name]
+    run = {card: places.count(card) for card in (0, 1)}
+    cache = 2 * 8 * 128 * 16_384 * 2  # of a layer
+    assert places.count("cpu") > 20
+    more = (run[0] + places.count("cpu") - run[1]) * cache
+    assert rooms[1] - rooms[0] == pytest.approx(more, abs=2 * cache)
+
+
+def test_a_disk_takes_what_the_host_does_not_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "llama-3-70b --machine rtx-4090 --host-disk 2TB --disk-bandwidth 7"
+    title, _, found = accelerate_script(capsys, command)
+    assert set(found.values()) == {0, "cpu", "disk"}
+    assert "GiB on the disk" in title
+    assert main(["compare", *command.split(), "--min-bits", "16", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plans"][0]
+    slowest = plan["disk_bytes"] / 7e9 + (plan["host_bytes"] + plan["disk_bytes"]) / 31.5e9
+    assert plan["disk_bytes"] > 40 * GIB
+    assert plan["decode_tps"] < 1.02 / slowest
+
+
+def folder_of(parent: Path, name: str) -> Path:
+    folder = parent / name
+    folder.mkdir()
+    config = json.loads((CONFIGS / "meta-llama__Llama-3.2-1B-Instruct.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config.get("config", config)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("target", "machine"), [("mlx", "mac-mini-m4-16"), ("llama.cpp", "h100"), ("vllm", "h100")]
+)
+def test_a_name_with_a_new_line_runs_nothing_of_its_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str, machine: str
+) -> None:
+    folder = folder_of(tmp_path, "x\ntouch PWNED;#")
+    command = ["compare", str(folder), "--machine", machine, "--emit", target]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    subprocess.run(["bash", "-c", text], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, check=False)
+    assert "touch" in text
+    assert not (tmp_path / "PWNED").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "machine"),
+    [("llama.cpp", "h100"), ("accelerate", "h100"), ("vllm", "h100"), ("mlx", "mac-mini-m4-16")],
+)
+def test_a_folder_of_a_configuration_alone_is_emitted_by_its_name(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    machine: str,
+) -> None:
+    folder_of(tmp_path, "plain")
+    monkeypatch.chdir(tmp_path)
+    assert "plain" in "\n".join(emitted(capsys, f"plain --machine {machine} --emit {target}"))
+
+
+@pytest.mark.parametrize(
+    ("command", "served", "said"),
+    [
+        ("llama-3-70b --machine 2xrtx-3090", "<a repository of meta-llama/", "in place of <...>"),
+        ("gpt-oss-120b --machine h100", "openai/gpt-oss-120b", "stored in mxfp4"),
+        ("deepseek-v3 --machine 8xh200", "deepseek-ai/DeepSeek-V3", "stored in fp8"),
+        ("llama-3-70b --machine h100 --min-bits 8", "meta-llama/", "while they are loaded"),
+    ],
+)
+def test_vllm_serves_what_is_stored_as_planned_or_nothing(
+    capsys: pytest.CaptureFixture[str], command: str, served: str, said: str
+) -> None:
+    lines = emitted(capsys, f"{command} --emit vllm")
+    arguments = shlex.split(lines[-1])
+    assert arguments[2].startswith(served)
+    assert said in "\n".join(lines[:-1])
+    assert ("--quantization" in arguments) == (said == "while they are loaded")
+
+
+def test_several_requests_on_a_mac_are_served_by_mlx_lms_server(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = "llama-3-70b --machine mac-studio-m2-ultra-192 --min-tps 15 --concurrency 4"
+    *_, convert, _, _, _, line = emitted(capsys, f"{command} --emit mlx")
+    program, *arguments = shlex.split(line)
+    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    assert program == "mlx_lm.server"
+    assert given["--decode-concurrency"] == given["--prompt-concurrency"] == "4"
+    assert int(given["--prompt-cache-bytes"]) == 4 * 2 * 80 * 8 * 128 * 8192 * 2
+    assert shlex.split(convert)[-1] == given["--model"]
+    source = importlib.util.find_spec("mlx_lm.server")
+    assert source is not None
+    assert source.origin is not None
+    known = Path(source.origin).read_text("utf-8")
+    assert all(f'"{flag}"' in known for flag in given)
+    assert main(["compare", *command.split(), "--kv-bits", "8", "--emit", "mlx"]) == 2
+    assert "one request at a time" in capsys.readouterr().err

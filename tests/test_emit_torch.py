@@ -131,3 +131,9 @@ def test_what_the_programs_cannot_do_is_refused_with_a_way_out(
     assert target in TRAINING_TARGETS
     with pytest.raises(UsageError, match=said):
         training_configuration(target, cases.training(**changes))
+
+
+def test_on_one_device_deepspeed_is_told_to_offload_and_split_nothing() -> None:
+    spread = Sharding(data=1, zero_stage=3, offload_optimizer="host")
+    text = training_configuration("deepspeed", cases.training(method="full", sharding=spread))
+    assert "one device: nothing is split" in json.loads(text)["why"]["zero_optimization.stage"]

@@ -100,6 +100,22 @@ def test_a_resumed_run_ends_bit_for_bit_where_an_unbroken_one_does(
     assert tensors(tmp_path / "parts") == tensors(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("name", ["optimizer.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_does(
+    base: Path, tmp_path: Path, name: str
+) -> None:
+    run = tmp_path / "run"
+    trained(base, run, recipe(8))
+    before, newest = checkpoints(run)
+    damaged = newest / name
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=f"move {newest} away"):
+        trained(base, run, recipe(8), resume=True)
+    newest.rename(tmp_path / "away")
+    _, result = trained(base, run, recipe(8), resume=True)
+    assert result.notes == (f"resumed from iteration {int(before.name)}",)
+
+
 def test_a_run_that_was_killed_after_its_last_checkpoint_gets_the_adapter_of_that(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from uma.cli import main
 from uma.errors import UnknownName
 from uma.machine.here import machine_of
 from uma.plan.choice import FEW_BITS, Choices, Wanted, what_fits
-from uma.units import GIB
+from uma.units import GIB, format_gib
 
 AIR, STUDIO, CARD = "macbook-air-m4-16", "mac-studio-m3-ultra-512", "rtx-4090"
 
@@ -43,11 +43,35 @@ def test_the_command_of_a_model_gives_the_same_figures(
     for one in found[::4]:
         told = estimated(capsys, one.command)
         assert told["total_bytes"] == one.total_bytes, one.command
-        assert (told["verdict"], told["max_context_tokens"]) in (
-            ("fits", one.max_context_tokens),
-            ("tight", told["max_context_tokens"]),
-        )
-        assert one.verdict == told["verdict"]
+        assert told["verdict"] == one.verdict
+        assert told["max_context_tokens"] == one.max_context_tokens
+        assert told["tight_context_tokens"] == one.tight_context_tokens
+
+
+def test_the_list_tells_a_context_that_is_only_tight_as_such(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["models", "--fits", "--machine", AIR, "ministral-3-14b"])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if " tight " in line]
+    (one,) = chosen(AIR, "ministral-3-14b").found
+    assert one.max_context_tokens is not None
+    assert f"{one.max_context_tokens:,} (tight up to {one.tight_context_tokens:,})" in row
+
+
+def test_memory_is_what_a_model_needs_not_the_pool_that_fills_the_budget(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    full = [one for one in chosen(AIR).found if one.total_bytes == 8 * GIB]
+    assert full
+    main(["models", "--fits", "--machine", AIR, "qwen3", "--limit", "0"])
+    out = capsys.readouterr().out
+    assert "without the pool of freed buffers" in out
+    lines = {line.split()[0]: line for line in out.splitlines() if line}
+    for one in full:
+        terms = estimated(capsys, one.command)["terms"]
+        (pool,) = [term["size_bytes"] for term in terms if term["name"] == "buffer_pool"]
+        assert 0 < pool == one.total_bytes - one.needed_bytes
+        assert f" {format_gib(one.needed_bytes)} " in lines[one.model.name]
 
 
 @pytest.mark.parametrize("machine", [AIR, CARD])

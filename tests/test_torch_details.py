@@ -10,8 +10,13 @@ from uma.engines import torch_step
 from uma.engines.torch_model import Model, Settings
 from uma.engines.torch_training import step, training_terms
 from uma.ledger import peak, phase_totals
+from uma.machine import budget_of
+from uma.machine.here import machine_of
 from uma.memory.loss import Copies
+from uma.memory.sharding import States, placed
 from uma.memory.term import MemoryTerm
+from uma.plan.training_case import TrainingCase
+from uma.plan.training_places import places
 from uma.units import GB
 from uma.workload import Sharding, TrainingWorkload
 
@@ -123,6 +128,78 @@ def test_gradients_of_deepspeed_are_in_its_buffer_and_not_in_layers_too(every: i
     kept = full(grad_checkpoint=every, sharding=Sharding(data=8, zero_stage=1))
     whole = step(Model(model(name), kept, settings)).gradient_bytes
     assert whole == pytest.approx(2 * model(name).num_parameters, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states"),
+    [("sgd", 0), ("sgd-momentum", 4), ("adafactor", 4), ("adamw", 8), ("adamw-8bit", 2 + 8 / 256)],
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_has_states_of_flat_float32_copies(
+    optimizer: str, states: float, stage: int
+) -> None:
+    """4 bytes of a copy whatever the optimizer; a flat array has no columns to factor."""
+    workload = full(optimizer=optimizer, sharding=Sharding(data=8, zero_stage=stage))
+    found = training_terms(model("llama-3-8b"), workload, replace(LITGPT, deepspeed=True))
+    part = model("llama-3-8b").num_parameters / 8
+    sizes = {t.name: t.size_bytes for t in found if t.phase == "always"}
+    assert sizes["master_weights"] == 4 * part
+    assert sizes["optimizer_states"] == pytest.approx(states * part, abs=8)
+
+
+def test_zero_1_keeps_whole_gradients_and_copies_its_part_to_the_host() -> None:
+    """deepspeed 0.19.8, ``reduce_ipg_grads``: attributes are cleared at stage 2 alone."""
+    found = placed(States(80, 80, 480), Sharding(data=8, zero_stage=1, offload_optimizer="host"))
+    assert found.device == States(80, 80, 0)
+    assert found.host == States(0, 10, 60)
+
+
+@pytest.mark.parametrize(("width", "named"), [(4, "shapes x float32"), (2, "shapes x bfloat16")])
+def test_weights_are_named_and_sent_in_their_own_widths(width: int, named: str) -> None:
+    """FSDP's MixedPrecision gathers float32 weights in 16 bits, and reduces gradients in them."""
+    workload = full(sharding=Sharding(data=8, zero_stage=3, fsdp=True))
+    here = machine_of("8xh100")
+    case = TrainingCase(
+        model("llama-3-8b"),
+        here,
+        budget_of(here),
+        "torch",
+        workload,
+        settings=replace(LITGPT, weight_width=width),
+    )
+    weights = next(t for t in case.terms() if t.name == "weights")
+    assert weights.source == named
+    assert weights.size_bytes == width * model("llama-3-8b").num_parameters // 8
+    once = 2 * model("llama-3-8b").num_parameters * 7 // 8
+    assert places(case).sent_bytes == {"parameters": 2 * once, "gradients": once}
+
+
+@pytest.mark.parametrize(("batches", "share"), [(1, 1 / 4), (2, 2 / 4), (4, 1), (8, 1)])
+def test_a_stage_keeps_its_layers_for_each_micro_batch_under_way(
+    batches: int, share: float
+) -> None:
+    """1F1B (Narayanan et al. 2021): at most as many micro-batches as there are stages."""
+
+    def found(spread: Sharding) -> torch_step.StepPeaks:
+        workload = full(
+            sharding=spread, grad_accumulation_steps=batches, max_seq_length=8192, grad_checkpoint=0
+        )
+        return step(Model(model("Llama-2-7b-hf"), workload, LITGPT))
+
+    alone, stage = found(Sharding()), found(Sharding(pipeline=4))
+    kept = alone.forward_bytes - alone.logits_bytes
+    assert stage.forward_bytes - stage.logits_bytes == pytest.approx(share * kept, rel=0.02)
+    ends = 2 * 2 * 32_000 * 4096  # embedding and head
+    layers = alone.gradient_bytes - ends
+    assert stage.gradient_bytes - ends == pytest.approx(layers / 4, rel=0.03)
+
+
+def test_buckets_of_data_parallelism_are_those_of_a_stage() -> None:
+    def bucket(spread: Sharding) -> int:
+        terms = training_terms(model("Llama-2-7b-hf"), full(sharding=spread), LITGPT)
+        return next(t.size_bytes for t in terms if t.source == "buckets of data parallelism")
+
+    assert bucket(Sharding(data=2, pipeline=4)) == bucket(Sharding(data=2)) // 4
 
 
 @pytest.mark.parametrize("spread", [Sharding(tensor=4), Sharding(sequence=4)])

@@ -102,15 +102,75 @@ def test_a_host_that_is_too_small_exceeds(capsys: Any) -> None:
     small = estimated(capsys, *arguments, "--host-ram", "64GB")
     assert (roomy["verdict"], small["verdict"]) == ("fits", "exceeds")
     assert any("which leaves 60.00 GiB" in note for note in small["notes"])
+    assert small["largest"]["batch_size"] is None
+    main(["estimate", *arguments, "--host-ram", "64GB"])
+    assert (
+        "exceeds: the host 104.70 GiB of 60.00 GiB, 44.70 GiB too much" in capsys.readouterr().out
+    )
 
 
-def test_measures_are_options_that_the_command_takes_and_that_make_it_fit(capsys: Any) -> None:
-    arguments = ["llama-3-8b", "--train", "lora", "--machine", "rtx-3060", "--optimizer", "adamw"]
-    found = estimated(capsys, *arguments, "--batch-size", "8")
+def test_what_the_host_does_not_hold_is_not_advised(capsys: Any) -> None:
+    """14 bytes a parameter of 8e9 are 105 GiB."""
+    options = ["--train", "full", *CARD, "--host-ram", "32GB", "--grad-checkpoint"]
+    found = estimated(capsys, "llama-3-8b", *options, "--batch-size", "1")
+    assert not found["measures_suffice"]
+    assert not any("host" in measure["name"] for measure in found["measures"])
+
+
+def test_a_stack_is_not_advised_what_it_does_not_do(capsys: Any) -> None:
+    options = ["--train", "full", "--machine", "2xrtx-3090", "--host-ram", "512GB"]
+    for stack, words in (
+        ("unsloth", {"--devices", "--zero-stage"}),
+        ("torchtune", {"--zero-stage"}),
+    ):
+        found = estimated(capsys, "llama-3-8b", *options, "--stack", stack)
+        assert found["measures"]
+        assert words.isdisjoint(word for one in found["measures"] for word in one["options"])
+
+
+def test_float32_weights_are_not_advised_to_be_quantized(capsys: Any) -> None:
+    found = estimated(capsys, "llama-3-8b", "--train", "lora", *CARD, "--precision", "mixed")
+    assert not any("4 bits" in measure["name"] for measure in found["measures"])
+
+
+def test_the_largest_of_our_own_trainer_fits_as_its_rows_are_padded(capsys: Any) -> None:
+    """Positions are shared by a batch, and rows are rounded up to a quarter of a power of two."""
+    arguments = ["phi-3-mini", "--train", "lora", "--machine", "mac-mini-m4-16", "--trainer", "uma"]
+    largest = estimated(capsys, *arguments)["largest"]
+    for option, name in (("--max-seq-length", "max_seq_length"), ("--batch-size", "batch_size")):
+        assert estimated(capsys, *arguments, option, str(largest[name]))["verdict"] != "exceeds"
+
+
+def test_the_end_of_a_search_is_not_said_to_be_the_largest(capsys: Any) -> None:
+    main(["estimate", "llama-3.2-1b", "--train", "lora", *MAC, "--max-seq-length", "1"])
+    printed = capsys.readouterr().out
+    assert "rows of 1 token," in printed
+    assert "batch_size 4,096 or more" in printed
+    assert "rank 4,096 or more" in printed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--train", "lora", "--machine", "rtx-3060", "--optimizer", "adamw", "--batch-size", "8"],
+        ["--train", "dora", "--machine", "2xrtx-3090", "--grad-checkpoint", "--rank", "256"],
+        ["--train", "full", "--machine", "4xrtx-4090", "--host-ram", "512GB", "--batch-size", "1"],
+        ["--train", "full", "--machine", "rtx-4090", "--host-ram", "256GB", "--batch-size", "1"],
+        [
+            *["--train", "full", "--machine", "8xh100", "--devices", "8", "--zero-stage", "3"],
+            *["--offload-optimizer", "host", "--grad-checkpoint", "--host-ram", "64GB"],
+        ],
+    ],
+)
+def test_measures_are_options_that_the_command_takes_and_that_make_it_fit(
+    options: list[str], capsys: Any
+) -> None:
+    arguments = ["llama-3-8b", *options]
+    found = estimated(capsys, *arguments)
     assert found["verdict"] == "exceeds"
     assert found["measures_suffice"]
     taken = [word for measure in found["measures"] for word in measure["options"]]
-    after = estimated(capsys, *arguments, "--batch-size", "8", *taken)
+    after = estimated(capsys, *arguments, *taken)
     assert after["verdict"] in ("fits", "tight")
     saved = sum(measure["saves_bytes"] for measure in found["measures"])
     assert after["total_bytes"] == found["total_bytes"] - saved
@@ -183,6 +243,13 @@ def test_a_stack_of_its_own_kernels_needs_less_than_trainer(stack: str, capsys: 
         ([*CARD, "--num-layers", "0", "--optimizer", "adamw-8bit"], "would have no states"),
         ([*CARD, "--targets", "embed"], "no matrix is named embed"),
         ([*CARD, "--targets", " , "], "names nothing"),
+        ([*CARD, "--targets", "q_proj,foo"], "no matrix is named foo"),
+        ([*CARD, "--train", "full", "--targets", "q_proj"], "--train full has none"),
+        ([*CARD, "--bits", "4", "--quant", "nf4"], "give one of them"),
+        ([*CARD, "--mode", "mxfp4"], "is of MLX's formats"),
+        ([*CARD, "--group-size", "32"], "--group-size 32 is of MLX's formats"),
+        ([*CARD, "-cram", "8192"], "--cache-ram is an option of generation"),
+        ([*MAC, "--engine", "transformers"], "Mac Studio M2 Ultra, 192 GiB has none"),
         ([*CARD, "--checkpoint-every", "4"], "give --grad-checkpoint too"),
         ([*CARD, "--grad-checkpoint", "--checkpoint-every", "40"], "the model has 32"),
         ([*CARD, "--bits", "6"], "torch trains on 4"),

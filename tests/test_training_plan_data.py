@@ -205,6 +205,13 @@ def test_data_that_cannot_be_used_is_refused_with_its_place(
     assert "data.jsonl" in str(error.value)
 
 
+def test_half_of_a_character_is_refused_with_its_line(folder: Path, tmp_path: Path) -> None:
+    """JSON allows ``\\ud800`` alone; no tokenizer does."""
+    data = written(tmp_path / "data.jsonl", [{"text": "whole"}, {"text": "ab\ud800"}])
+    with pytest.raises(DataError, match=r"line 2: character 3 of its text, \\ud800, is one half"):
+        lengths_of(data, FileEncoder(folder).lengths)
+
+
 def test_a_row_that_is_cut_off_is_counted_and_the_others_are_used(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -222,8 +229,9 @@ def test_the_command_takes_a_file_or_a_folder(
 ) -> None:
     written(tmp_path / "train.jsonl", ROWS)
     found = []
-    for data in (tmp_path, tmp_path / "train.jsonl"):
-        arguments = [*ESTIMATE, "--data", str(data), "--tokenizer", str(folder), "--json"]
+    file = folder / "tokenizer.json"
+    for data, tokenizer in ((tmp_path, folder), (tmp_path / "train.jsonl", file)):
+        arguments = [*ESTIMATE, "--data", str(data), "--tokenizer", str(tokenizer), "--json"]
         assert main(arguments) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0] == found[1]

@@ -86,7 +86,7 @@ LIMITS = (
     (re.compile(r"^(num_hidden|num|n)_layers?$"), 1_000),
     (re.compile(r"^num_|_(heads?|experts|inputs)$"), 10_000),
 )
-COUNTS = re.compile(r"^(num|n)_|_(size|heads|rank|per_tok)$|^head_dim$")  # never flags
+COUNTS = r"^(num|n)_|_(size|heads|rank|per_tok)$|^head_dim$"  # of SIZES, those never true
 SIZES = re.compile(r"^(num|n)_|_(size|heads|dim|dims|layers|experts|inputs|rank|per_tok|kernel)$")
 NUMBERS = re.compile(r"^rope_theta$|_(eps|epsilon)$|^max_position_embeddings$")
 NESTED_SIZES = ("attn_config", "ffn_config", "linear_attn_config", "sparse_attention_config")
@@ -250,7 +250,7 @@ def _checked(values: Mapping[str, Any]) -> Mapping[str, Any]:
         if value is None or key in NOT_SIZES or not SIZES.search(key):
             continue
         limit = next((most for keys, most in LIMITS if keys.search(key)), MAX_SIZE)
-        flag = isinstance(value, bool) and COUNTS.search(key)
+        flag = isinstance(value, bool) and re.search(COUNTS, key)
         if flag or not isinstance(value, (int, float)) or not 0 <= value <= limit:
             raise CheckpointError(
                 f"config.json has {key} {value!r}, which is not a size up to {limit:,}"

@@ -39,7 +39,7 @@ OWN_OPTIONS: dict[str, tuple[Engine, str]] = {
 }
 
 # What ``uma.checkpoint.names`` takes in a model's name for a width that is not MLX's word for it.
-_FOREIGN = re.compile(r"i?q\d\w*|(?P<int>int[48])", re.IGNORECASE)
+_FOREIGN = r"i?q\d\w*|(?P<int>int[48])"
 
 
 def machine_asked(
@@ -157,7 +157,7 @@ def _require_own_words(quant: str | None) -> None:
     """
     from uma.checkpoint.names import parse_quant
 
-    match = None if quant is None else _FOREIGN.fullmatch(quant)
+    match = None if quant is None else re.fullmatch(_FOREIGN, quant, re.IGNORECASE)
     if match is None:
         return
     owner = "transformers" if match["int"] else "llama.cpp"

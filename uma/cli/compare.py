@@ -99,7 +99,8 @@ def compare(
         typer.Option(help="Generation of its slots (x16). [default: that of the card]"),
     ] = None,
     host_disk: Annotated[
-        str | None, typer.Option(help="Room on its disk, as 2TB: for weights, to train for states too.")
+        str | None,
+        typer.Option(help="Room on its disk for weights (and states, to train), as 2TB."),
     ] = None,
     disk_bandwidth: Annotated[
         float | None, typer.Option(min=0.001, max=1e6, help="GB/s of that disk.")

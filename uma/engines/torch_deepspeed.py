@@ -34,8 +34,8 @@ def deepspeed_terms(model: Model) -> list[MemoryTerm]:
     if model.workload.sharding.offload_optimizer:
         return buckets
     elements, width = _part(model), _width(model)
-    master = elements * (FLOAT32 + 2 * (FLOAT32 - width))  # AdamW's states are float32 too
-    found = [MemoryTerm("master_weights", master, "exact", "float32 copies of trained weights")]
+    source = "float32 copies of trained weights"
+    found = [MemoryTerm("master_weights", elements * FLOAT32, "exact", source)]
     source = "a device's part of them"
     if stage == 3:
         found.append(MemoryTerm("gradients", elements * width, "exact", source))

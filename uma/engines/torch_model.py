@@ -161,7 +161,14 @@ def trained_elements(model: Model) -> int:
 
 
 def optimizer_states(model: Model) -> States:
-    """States of all trained arrays."""
+    """States of all trained arrays.
+
+    DeepSpeed's optimizer has flat float32 copies instead, which Adafactor cannot factor
+    (0.19.6, ``stage_1_and_2.py``, ``single_partition_of_fp32_groups``; ``stage3.py``,
+    ``fp32_partitioned_groups_flat``).
+    """
+    if model.settings.deepspeed:
+        return torch_states(model.workload.optimizer, (trained_elements(model),), FLOAT32)
     width = model.weight_width if model.trains_all else model.settings.adapter_width
     total = States(0)
     for shape, count in model.shapes.items():

@@ -126,7 +126,7 @@ def step_settings(model: Model) -> StepSettings:
         keeps_inputs=settings.fsdp_hooks and spread.zero_stage == 3 and not full,
         head_trained=full and workload.num_layers is None,
         embedding_trained=full and workload.num_layers is None,
-        gradient_shards=(spread.shards if sharded else 1) * spread.tensor,
+        gradient_shards=(spread.shards if sharded else 1) * spread.tensor * _under_way(model),
         drops_gradients=settings.optimizer_in_backward or elsewhere,
         selective=settings.selective,
         offloads_inputs=settings.offloads_inputs,
@@ -166,9 +166,20 @@ def _is_float32_head(model: Model) -> bool:
 
 def step(model: Model) -> StepPeaks:
     """The step of one micro-batch."""
-    return step_peaks(
-        model.architecture, _batch(model), layer_settings(model), step_settings(model)
-    )
+    architecture, stages = model.architecture, model.workload.sharding.pipeline
+    alive = ceil(len(architecture.layers) * _under_way(model) / stages)
+    stage = replace(architecture, layers=architecture.layers[-alive:])
+    return step_peaks(stage, _batch(model), layer_settings(model), step_settings(model))
+
+
+def _under_way(model: Model) -> int:
+    """Micro-batches whose activations the first stage of a pipeline keeps.
+
+    As many as there are stages (1F1B; Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1), if
+    there are as many: they are laid out as layers, whose gradients are those of one stage.
+    """
+    workload = model.workload
+    return min(workload.sharding.pipeline, workload.grad_accumulation_steps)
 
 
 def _batch(model: Model) -> Batch:
@@ -257,7 +268,8 @@ def _state_terms(model: Model) -> list[MemoryTerm]:
     terms = []
     if not spread.offload_parameters:
         weights = ceil(weights_bytes(model) / parameter_shards / split)
-        source = f"shapes x {workload.quantized or workload.dtype}"
+        dtype = "float32" if model.weight_width == FLOAT32 else workload.dtype
+        source = f"shapes x {workload.quantized or dtype}"
         terms.append(MemoryTerm("weights", weights, "exact", source))
     if not model.trains_all and not spread.offload_parameters:
         size = trained_elements(model) * settings.adapter_width
@@ -283,7 +295,8 @@ def _bucket_term(model: Model) -> MemoryTerm:
 
     torch 2.13, ``nn/parallel/distributed.py``: ``gradient_as_bucket_view=False``.
     """
-    size = trained_elements(model) * _gradient_width(model)
+    spread = model.workload.sharding
+    size = ceil(trained_elements(model) * _gradient_width(model) / spread.tensor / spread.pipeline)
     return MemoryTerm("other", size, "exact", "buckets of data parallelism")
 
 

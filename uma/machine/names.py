@@ -21,6 +21,7 @@ _ASIDES = re.compile(r"\(.*?\)")
 _COUNT = re.compile(
     r"^(?:(\d{1,3})(?:[x\u00d7*]\s*|\s+[x\u00d7*]\s+)|(dual)\s+)(.+)$|^(.+?)\s[x\u00d7*]\s*(\d{1,3})$"
 )
+_TOO_MANY = re.compile(r"\s*\d{5,}\s*[x\u00d7*]")  # four digits begin names of cards
 _MACOS = re.compile(r"\bmacos\s*(\d+)?[\d.]*")
 _SHORT = {
     "mbp": "macbook pro",
@@ -121,6 +122,8 @@ def sold_machines() -> list[tuple[Entry, ...]]:
 def _counted(name: str) -> tuple[int, str]:
     match = _COUNT.match(name.strip().lower())
     if match is None:
+        if _TOO_MANY.match(name):
+            raise UsageError(f"{name!r:.80} is no machine: at most 999 cards are counted")
         return 1, name
     number, dual, after, before, last = match.groups()
     count = 2 if dual else int(number or last)

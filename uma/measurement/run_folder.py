@@ -53,6 +53,11 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(path for path in found if (path / STATE).is_file())
 
 
+def damaged(checkpoint: Path) -> str:
+    """What to do about a checkpoint whose files are damaged."""
+    return f"move {checkpoint} away, and --resume goes on from the checkpoint before it"
+
+
 def read_state(checkpoint: Path) -> State:
     """The state of a checkpoint.
 
@@ -63,7 +68,9 @@ def read_state(checkpoint: Path) -> State:
         found = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         return State(**found | {"progress": Progress(**found["progress"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{checkpoint / STATE} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{checkpoint / STATE} cannot be read: {error}; {damaged(checkpoint)}"
+        ) from error
 
 
 def state_text(state: State) -> str:

@@ -149,9 +149,7 @@ def _check(requests: Sequence[Request], max_model_len: int, block_size: int) -> 
         if request.generation_tokens < 1 or request.prompt_tokens < 0 or request.weight < 1:
             raise UsageError(f"{_words(request)} must generate a token and come at least once")
         if request.prompt_tokens + request.generation_tokens > max_model_len:
-            raise UsageError(
-                f"{_words(request)} is longer than max_model_len {max_model_len:,}"
-            )
+            raise UsageError(f"{_words(request)} is longer than max_model_len {max_model_len:,}")
 
 
 def _words(request: Request) -> str:

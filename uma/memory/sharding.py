@@ -42,7 +42,9 @@ def placed(whole: States, spread: Sharding) -> Placed:
     """Where each part of ``whole`` lies, for one device.
 
     Tensor and pipeline parallelism split all of it; ZeRO 1, 2, 3 the optimizer states, then the
-    gradients, then the parameters; offloading moves what is left of a part.
+    gradients, then the parameters; offloading moves what is left of a part. ZeRO 1 copies a
+    device's part of the gradients to the host, and the device keeps all of them until the update
+    (deepspeed 0.19.6, ``stage_1_and_2.py``, ``reduce_ipg_grads``).
     """
     split = spread.tensor * spread.pipeline
     stage, shards = spread.zero_stage, spread.shards
@@ -52,6 +54,9 @@ def placed(whole: States, spread: Sharding) -> Placed:
     parts = {"device": States(), "host": States(), "disk": States()}
     state_place = spread.offload_optimizer or "device"
     parameter_place = spread.offload_parameters or "device"
+    if stage == 1 and spread.offload_optimizer:
+        parts["device"] = States(0, gradients)
+        gradients = ceil(gradients / shards)
     parts[state_place] = _plus(parts[state_place], States(0, gradients, optimizer))
     parts[parameter_place] = _plus(parts[parameter_place], States(parameters))
     return Placed(parts["device"], parts["host"], parts["disk"])
@@ -70,7 +75,8 @@ class Moved:
     """What devices exchange, as one device without sharding has it, in bytes.
 
     ``stream_bytes`` are the residual stream of one batch at one layer, ``layers`` its layers;
-    ``batches`` make one update. ``recomputed`` layers run forward twice.
+    ``batches`` make one update. ``recomputed`` layers run forward twice. ``exchanged`` is what of
+    ``states`` goes between devices, where they send it narrower than they keep it.
     """
 
     states: States
@@ -78,6 +84,7 @@ class Moved:
     layers: int = 0
     batches: int = 1
     recomputed: bool = False
+    exchanged: States | None = None
 
 
 def communication_bytes(moved: Moved, spread: Sharding) -> dict[str, int]:
@@ -98,8 +105,9 @@ def communication_bytes(moved: Moved, spread: Sharding) -> dict[str, int]:
 
 def _between_replicas(moved: Moved, spread: Sharding) -> dict[str, int]:
     split, shards = spread.tensor * spread.pipeline, spread.shards
-    gradients = moved.states.gradient_bytes // split
-    parameters = moved.states.parameter_bytes // split
+    exchanged = moved.exchanged or moved.states
+    gradients = exchanged.gradient_bytes // split
+    parameters = exchanged.parameter_bytes // split
     if spread.replicas == 1:
         return {}
     if spread.zero_stage < 2:

@@ -14,7 +14,6 @@ from uma.architecture.left_out import notes_under
 from uma.catalog import model_config
 from uma.checkpoint.names import resolve
 from uma.engines.llama_cpp_weights import device_weight_bytes
-from uma.engines.schemes import scheme_named
 from uma.errors import DoesNotFit, UmaError, UsageError
 from uma.ledger import Ledger, peak
 from uma.machine import Budget, Machine, verdict
@@ -118,9 +117,7 @@ class EngineCase:
             yield from rules.notes(self.architecture, self.settings)
         elif self.engine == "llama.cpp":
             yield from rules.notes(self.architecture)
-        if self.engine != "llama.cpp" and scheme_named(self.format).bits < 16 <= bits_per_weight(
-            self.weights, self.architecture
-        ):
+        if self._packs_nothing():
             yield (
                 f"{self.format} packs matrices of kinds that this model has none of: its weights "
                 "stay in 16 bits"
@@ -143,6 +140,14 @@ class EngineCase:
             yield self._split()
         if self.engine == "vllm" and self._devices == 1:
             yield self._reservation()
+
+    def _packs_nothing(self) -> bool:
+        """Whether the format leaves every matrix as it is, as mxfp4 does those of a dense model."""
+        if self.engine == "llama.cpp" or bits_per_weight(self.weights, self.architecture) < 16:
+            return False
+        from uma.engines.schemes import scheme_named
+
+        return scheme_named(self.format).bits < 16
 
     @property
     def _devices(self) -> int:
@@ -201,7 +206,7 @@ class EngineCase:
             settings = replace(settings, **EIGHT_BIT_CACHE[self.engine][0])
         tried = replace(self, workload=workload, settings=settings)
         try:
-            if change.bits is not None and change.bits != self.bits:
+            if change.bits is not None and (change.bits != self.bits or self._packs_nothing()):
                 tried = tried.stored_as(format_of_bits(self.engine, change.bits))
             tried.terms(workload)
         except UmaError:

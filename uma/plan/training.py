@@ -1,18 +1,21 @@
 """Training of one model on one machine: terms by phase, verdict, inverses, and what would help."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from uma.frozen import dataclass
 from uma.ledger import Ledger, Verdict, peak
 from uma.memory.term import Phase
 from uma.plan.training_case import Needs, TrainingCase
 from uma.plan.training_checks import check, notes
-from uma.plan.training_data import WorstBatch
 from uma.plan.training_inverses import largest
 from uma.plan.training_measures import Measure, measures
 from uma.plan.training_places import OnHost, Places, on_host, places
 from uma.plan.training_verdict import least_bytes, pool_note, training_verdict
 from uma.units import format_gib
+
+if TYPE_CHECKING:
+    from uma.plan.training_data import WorstBatch
 
 __all__ = ["Measure", "TrainingCase", "TrainingEstimate", "training_estimate"]
 
@@ -37,7 +40,7 @@ class TrainingEstimate:
     places: Places
     host_room_bytes: int | None = None
     host_held_bytes: int = 0
-    data: WorstBatch | None = None
+    data: "WorstBatch | None" = None
 
     @property
     def host_bytes(self) -> int:
@@ -62,7 +65,7 @@ class TrainingEstimate:
         return self.places.disk_bytes * self.case.workload.sharding.devices
 
 
-def training_estimate(case: TrainingCase, data: WorstBatch | None = None) -> TrainingEstimate:
+def training_estimate(case: TrainingCase, data: "WorstBatch | None" = None) -> TrainingEstimate:
     """The estimate of ``case`` with its inverses.
 
     Raises:

@@ -5,7 +5,6 @@ from typing import Any
 
 from uma.architecture.layers import Architecture
 from uma.dataset.batches import padded_length
-from uma.engines import mlx_training, torch_training
 from uma.engines.torch_model import Settings
 from uma.frozen import dataclass
 from uma.ledger import peak
@@ -42,7 +41,9 @@ class TrainingCase:
     def terms(self) -> tuple[MemoryTerm, ...]:
         """Every term of one step on one device, by phase."""
         if self.engine == "torch":
-            return torch_training.training_terms(self.architecture, self.workload, self.settings)
+            from uma.engines.torch_training import training_terms as torch_terms
+
+            return torch_terms(self.architecture, self.workload, self.settings)
         assert self.weights is not None
         asked = (self.architecture, self.weights, self.workload)
         if self.workload.sharding.zero_stage == 3:
@@ -54,7 +55,9 @@ class TrainingCase:
 
             short = in_short_rows(self.workload)
             return own_training_terms(*asked[:2], short, backend=self.machine.backend)
-        return mlx_training.training_terms(*asked, backend=self.machine.backend)
+        from uma.engines.mlx_training import training_terms
+
+        return training_terms(*asked, backend=self.machine.backend)
 
     def needed_bytes(self) -> int:
         return peak(self.terms())[1]
@@ -85,7 +88,9 @@ class TrainingCase:
             return sum(a.size for a in adapters(self.architecture, self.workload))
         if self.engine == "torch" and self.workload.num_layers is None:
             return self.architecture.num_parameters
-        arrays = mlx_training.trained_arrays(self.architecture, self.workload)
+        from uma.engines.mlx_training import trained_arrays
+
+        arrays = trained_arrays(self.architecture, self.workload)
         return sum(a.size_bytes // a.width for a in arrays)
 
 

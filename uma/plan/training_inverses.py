@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from uma.dataset.batches import SMALLEST, padded_length
+from uma.memory.adapters import adapters
 from uma.memory.term import MemoryTerm
 from uma.plan.training_case import SHORT, Needs, TrainingCase
 from uma.plan.training_places import on_host
@@ -11,6 +12,8 @@ MOST = {"batch_size": 4096, "max_seq_length": 1 << 20, "rank": 4096}  # looked f
 TRIES = 12
 FAR = 1 << 60
 CLOSE = 64  # a value is the largest when one more in 64 does not fit
+COPIES = 8  # of what a rank accounts for, more than are alive at once in any step
+SURELY = 1.25  # times the room: what needs more does not fit, however it is rounded
 
 Needed = Callable[[int], int]
 
@@ -29,7 +32,8 @@ def largest(
         names = ("adapters", "optimizer_states")
         by_rank = sum(t.size_bytes for t in terms if t.phase == "always" and t.name in names)
         needed = _along(case, needs, "rank")
-        found["rank"] = _largest_rank(needed, workload.rank, by_rank, room)
+        hopeless = needs(case) - COPIES * (by_rank + _ranked_bytes(case)) > room
+        found["rank"] = None if hopeless else _largest_rank(needed, workload.rank, by_rank, room)
         if found["rank"] and host.held_bytes and host.room_bytes is not None:
             on_hosts = _largest_rank(
                 lambda rank: on_host(case.changed(rank=rank)).held_bytes,
@@ -44,11 +48,23 @@ def largest(
 def _shapes(case: TrainingCase, held_bytes: int, needs: Needs) -> dict[str, int | None]:
     workload, room = case.workload, case.room_bytes
     workers = workload.sharding.data if case.engine == "mlx" else 1
-    needed = _along(case, needs, "batch_size", workers)
-    rows = _largest(needed, workload.batch_size // workers, held_bytes, room, MOST["batch_size"])
+    asked = workload.batch_size // workers
+    rows, most = None, MOST["batch_size"]
+    if (above := needs(case) - held_bytes) > room - held_bytes:
+        # The phase that binds is at least a line over the batch, from what is held.
+        most = min(most, int(asked * (SURELY * room - held_bytes) / above))
+    if most:
+        needed = _along(case, needs, "batch_size", workers)
+        rows = _largest(needed, asked, held_bytes, room, most)
     needed, most = _along(case, needs, "max_seq_length"), MOST["max_seq_length"]
     length = _largest(needed, workload.max_seq_length, held_bytes, room, most)
     return {"batch_size": rows and rows * workers, "max_seq_length": length}
+
+
+def _ranked_bytes(case: TrainingCase) -> int:
+    """What adapters compute between their two factors, in float32."""
+    count = sum(adapter.count for adapter in adapters(case.architecture, case.workload))
+    return 4 * count * case.workload.rank * case.workload.tokens
 
 
 def _own_shapes(case: TrainingCase, held_bytes: int, needs: Needs) -> dict[str, int | None]:
@@ -100,7 +116,7 @@ def _largest(needed: Needed, asked: int, held_bytes: int, room_bytes: int, most:
     points = {0: held_bytes, asked: needed(asked)}
     for _ in range(TRIES):
         low = max(n for n, size in points.items() if size <= room_bytes)
-        high = min((n for n, size in points.items() if size > room_bytes), default=most + 1)
+        high = min([most + 1, *(n for n, size in points.items() if size > room_bytes)])
         near = max(1, low // CLOSE)
         if min(high - low, _at_most(points, room_bytes) - low) <= near:
             break

@@ -222,6 +222,8 @@ def _sharded(case: TrainingCase, needs: Needs) -> Apply | None:
     """Over the cards of the machine, where they are not all used."""
     if case.engine == "mlx" or case.machine_devices < 2 or case.workload.sharding.devices > 1:
         return None
+    if case.stack == "unsloth":  # trains on one device
+        return None
     spread = Sharding(data=case.machine_devices, zero_stage=3, fsdp=True)
     settings = replace(case.settings, fsdp_hooks=case.stack == "trainer")
     return lambda case: replace(case.changed(sharding=spread), settings=settings)
@@ -263,8 +265,11 @@ def _offloaded(case: TrainingCase, **changes: Any) -> TrainingCase:
 
 
 def _may_offload(case: TrainingCase) -> bool:
+    """Only Trainer is known to go with DeepSpeed; paged states are on the host by themselves."""
+    if case.engine == "mlx" or case.stack != "trainer":
+        return False
     paged = case.workload.optimizer.startswith("paged")
-    return case.engine == "torch" and case.machine.host_memory_bytes is not None and not paged
+    return case.machine.host_memory_bytes is not None and not paged
 
 
 def _over_the_link(before: TrainingCase, after: TrainingCase, needs: Needs) -> str:
@@ -277,7 +282,9 @@ def _over_the_link(before: TrainingCase, after: TrainingCase, needs: Needs) -> s
 
 def _to_disk(before: TrainingCase, after: TrainingCase, needs: Needs) -> str:
     moved = places(after).sent_bytes.get("disk", 0)
-    return f"{format_gib(moved)} to and from the disk for an update"
+    saved = on_host(before).held_bytes - on_host(after).held_bytes
+    less = f"{format_gib(saved)} less on the host"
+    return f"{format_gib(moved)} to and from the disk for an update; {less}"
 
 
 def _offload_words(case: TrainingCase) -> tuple[str, ...]:

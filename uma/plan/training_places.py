@@ -1,6 +1,5 @@
 """Where the state of a training lies, device by device, and what each device sends."""
 
-from uma.engines import mlx_training
 from uma.engines.torch_model import Model, optimizer_states, trained_elements, weights_bytes
 from uma.frozen import dataclass
 from uma.memory.adapters import adapter_elements
@@ -50,6 +49,7 @@ def places(case: TrainingCase) -> Places:
             len(case.architecture.layers),
             workload.grad_accumulation_steps,
             bool(workload.grad_checkpoint),
+            _exchanged(case),
         ),
         spread,
     )
@@ -80,16 +80,34 @@ def _torch_states(case: TrainingCase) -> tuple[States, int]:
     width = model.weight_width if full else case.settings.adapter_width
     parameters = weights_bytes(model) + (0 if full else trained * width)
     optimizer = found.device_bytes
-    if case.settings.deepspeed:  # float32 copies, and moments in float32
-        optimizer += trained * (FLOAT32 + 2 * (FLOAT32 - width))
+    if case.settings.deepspeed:
+        optimizer += trained * FLOAT32  # copies of the weights
     return States(parameters, trained * width, optimizer), found.paged_bytes
 
 
+def _exchanged(case: TrainingCase) -> States | None:
+    """What FSDP's MixedPrecision gathers and reduces in 16 bits of float32 weights.
+
+    torch 2.13, ``distributed/fsdp/api.py``: ``reduce_dtype`` is ``param_dtype`` unless given.
+    """
+    workload = case.workload
+    if case.engine == "mlx" or not workload.sharding.fsdp or workload.quantized:
+        return None
+    model = Model(case.architecture, workload, case.settings)
+    if model.weight_width != FLOAT32:
+        return None
+    trained = trained_elements(model)
+    elements = case.architecture.num_parameters + (0 if model.trains_all else trained)
+    return States(elements * workload.dtype_bytes, trained * workload.dtype_bytes)
+
+
 def _mlx_states(case: TrainingCase) -> tuple[States, int]:
-    arrays = mlx_training.trained_arrays(case.architecture, case.workload)
+    from uma.engines.mlx_training import optimizer_bytes, trained_arrays
+
+    arrays = trained_arrays(case.architecture, case.workload)
     trained = sum(a.size_bytes for a in arrays)
     assert case.weights is not None
     parameters = case.weights.size_bytes
     if case.workload.method != "full":
         parameters += FLOAT32 * adapter_elements(case.architecture, case.workload)
-    return States(parameters, trained, mlx_training.optimizer_bytes(case.workload, arrays)), 0
+    return States(parameters, trained, optimizer_bytes(case.workload, arrays)), 0

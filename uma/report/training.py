@@ -1,16 +1,18 @@
 """A training estimate as text and as JSON."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uma.catalog.listed import ListedModel
 from uma.ledger import phase_totals
 from uma.memory.term import MemoryTerm
 from uma.plan.training import Measure, TrainingEstimate
-from uma.plan.training_data import WorstBatch
 from uma.plan.training_inverses import MOST
 from uma.units import format_gib
 from uma.workload import Sharding
+
+if TYPE_CHECKING:
+    from uma.plan.training_data import WorstBatch
 
 
 def training_text(
@@ -140,7 +142,7 @@ def _spread(spread: Sharding) -> str:
     return ", ".join(words) or "no sharding"
 
 
-def _data(data: WorstBatch) -> Iterator[str]:
+def _data(data: "WorstBatch") -> Iterator[str]:
     lengths, batches = data.lengths, data.batches
     cut, lost = lengths.cut(data.max_seq_length)
     yield (
@@ -256,7 +258,7 @@ def _sharding_json(found: TrainingEstimate) -> dict[str, Any]:
     }
 
 
-def _data_json(data: WorstBatch) -> dict[str, Any]:
+def _data_json(data: "WorstBatch") -> dict[str, Any]:
     lengths, batches = data.lengths, data.batches
     cut, lost = lengths.cut(data.max_seq_length)
     return {

@@ -120,10 +120,17 @@ def candidates(
             one = replace(joined, name=name)
         else:
             machine = machine_named(name, macos=macos)
-            parts = [find(device.name).entries for device in machine.devices]
-            one = _candidate(name, machine, parts or [find(name).entries], host, own)
+            one = _candidate(name, machine, _parts(name, machine), host, own)
         found.setdefault(_identity(one), one)
     return list(found.values())
+
+
+def _parts(name: str, machine: Machine) -> list[tuple[Entry, ...]]:
+    """The rows of each card, or of what is sold whole."""
+    if len({device.name for device in machine.devices}) > 1:
+        return [find(device.name).entries for device in machine.devices]
+    entries = find(name).entries
+    return [entries] * (len(machine.devices) if isinstance(entries[0].row, Gpu) else 1)
 
 
 def _counted(name: str) -> tuple[int, str]:

@@ -33,12 +33,12 @@ def cheapest(
 ) -> "tuple[Row | None, str | None]":
     """The cheapest of those that do the work, at a price of today, or why there is none.
 
-    One that fits comes before one that is tight; of the same price the faster is taken.
+    One that fits comes before one that is tight; of the same price the better is taken.
     """
     costs = ((row, spent_usd(row, wanted)) for row in able)
     priced = [(row, usd) for row, usd in costs if usd is not None]
     if priced:
-        return min(priced, key=lambda one: _dear(*one))[0], None
+        return min(priced, key=lambda one: _dear(one[0], one[1], wanted))[0], None
     if not able:
         fast = f" at {wanted.min_tps:g} tokens/s" if wanted.min_tps else ""
         unknown = sum(row.runs and row.decode_tps is None for row in rows)
@@ -51,9 +51,12 @@ def cheapest(
     )
 
 
-def _dear(row: "Row", usd: float) -> tuple[float, ...]:
+def _dear(row: "Row", usd: float, wanted: "Wanted") -> tuple[float, ...]:
     assert row.plan is not None
-    return (row.plan.verdict != "fits", usd, -(row.decode_tps or 0), -row.plan.bits)
+    better = [-row.plan.bits, -(row.decode_tps or 0)]
+    if wanted.prefer == "speed":
+        better.reverse()
+    return (row.plan.verdict != "fits", usd, *better)
 
 
 def left_out(

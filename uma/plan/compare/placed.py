@@ -1,13 +1,13 @@
 """Where transformers and accelerate put a model on cards, in the host's memory and on its disk."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from uma.architecture.layers import Architecture
 from uma.frozen import dataclass
 from uma.ledger import peak
 from uma.machine import Machine
 from uma.plan.compare.subject import Subject, cached_bytes
-from uma.plan.emit.device_map import Device, Placement, modules_of, placement
+from uma.plan.emit.device_map import Device, Module, Placement, modules_of, placement
 from uma.plan.engine_case import EngineCase
 from uma.units import GIB
 
@@ -72,18 +72,19 @@ def _placed(subject: Subject, case: EngineCase) -> Placed:
     free = [whole * size // sum(memory) - each for size in memory]
     shares = [size / sum(memory) for size in memory]
     scheme, architecture = SCHEMES[case.format], subject.architecture
+    modules = subject.once("modules", lambda: modules_of(architecture))
     rooms: dict[Device, int] = {}
     for _ in memory[:2]:  # of several cards again, with the caches of the layers that they got
         rooms = {i: max(0, free[i] - -int(-cache * share // 1)) for i, share in enumerate(shares)}
         rooms["cpu"] = host_room_bytes(case.machine)
-        found = placement(architecture, rooms, scheme)
+        found = placement(architecture, rooms, scheme, modules)
         shares = _cache_shares(found, len(architecture.layers), len(memory))
-    return Placed(rooms, found, cache + each * len(memory) - contexts, largest_bytes(architecture))
+    return Placed(rooms, found, cache + each * len(memory) - contexts, largest_bytes(modules))
 
 
-def largest_bytes(architecture: Architecture) -> int:
+def largest_bytes(modules: Sequence[Module]) -> int:
     """The largest module in 16 bits, which the first card keeps room for where it copies any."""
-    whole, head = modules_of(architecture)
+    whole, head = modules
     parts = (*whole.children[1].children, whole.children[0], head)
     return max(part.size_bytes for part in parts)
 

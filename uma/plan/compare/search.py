@@ -233,18 +233,33 @@ def _plans(
             return
         yield from unified.unified_plans(subject, candidate, bits, chosen)
         return
+    tried: list[Plan] = []
     if engine in (None, "llama.cpp"):
-        yield from llama_cpp_plans(subject, candidate, bits)
+        tried += llama_cpp_plans(subject, candidate, bits)
     several = len(candidate.machine.devices) > 1 or subject.workload.batch_size > 1
     if engine == "vllm" or (engine is None and several):
         split = vllm_plan(subject, candidate, bits)
-        if split is not None:
-            yield split
-    alone = len(candidate.machine.devices) == 1
-    if engine == "transformers" or (engine is None and bits == 16 and alone):
+        tried += [] if split is None else [split]
+    alone = engine is None and bits == 16 and len(candidate.machine.devices) == 1
+    if engine == "transformers" or (alone and _may_stream(subject, candidate, tried)):
         streamed = accelerate_plan(subject, candidate, bits)
         if streamed is not None and (engine or streamed.host_bytes):
-            yield streamed
+            tried.append(streamed)
+    yield from tried
+
+
+def _may_stream(subject: Subject, candidate: Candidate, tried: Sequence[Plan]) -> bool:
+    """Whether weights in 16 bits could cross the link in every step faster than what was tried."""
+    machine, weights = candidate.machine, 2 * subject.architecture.num_parameters
+    crossing = weights - machine.memory_bytes
+    disk = 0 if candidate.host is None else candidate.host.disk_bytes or 0
+    if machine.link_bytes_per_s is None or crossing > host_room_bytes(machine) + disk:
+        return False
+    fit = [plan for plan in tried if plan.verdict == "fits"]
+    if not all(plan.host_bytes for plan in fit):
+        return False
+    fastest = max((plan.decode_tps or 0.0 for plan in fit), default=0.0)
+    return crossing * fastest < machine.link_bytes_per_s
 
 
 def _merit(plan: Plan, candidate: Candidate, wanted: Wanted) -> tuple[float, ...]:

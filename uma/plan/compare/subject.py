@@ -67,8 +67,8 @@ class Subject:
         return bits if self.native is None else min(bits, NATIVE[self.native])
 
     def repeats(self, bits: int) -> bool:
-        """Whether this width is the same as the widest, in which the model was made."""
-        return bits < 16 and self.native is not None and self.width(16) == bits
+        """Whether MLX and vLLM load in this width what they load in the widest: it as made."""
+        return self.native is not None and self.width(16) <= bits < 16
 
     def case(self, engine: Engine, bits: int, machine: Machine) -> Asked | None:
         """The model in this width on this machine; ``None`` where it cannot be had so."""

@@ -9,7 +9,7 @@ from uma.frozen import dataclass
 from uma.ledger import Verdict
 from uma.machine import Machine, default_reserve_bytes
 from uma.plan.compare.candidates import Candidate
-from uma.plan.compare.discrete import host_room_bytes
+from uma.plan.compare.placed import host_room_bytes
 from uma.plan.compare.plans import Plan, no_prompt
 from uma.plan.compare.recipes import (
     GIVES_UP,

@@ -14,6 +14,7 @@ from uma.plan.compare.subject import CACHES, Subject
 from uma.plan.emit.accelerate import accelerate_lines
 from uma.plan.emit.repository import repository, repository_in, stored_as
 from uma.plan.emit.split import split_by_layers
+from uma.speed.processor import OTHER_VENDOR, processors_of
 from uma.units import format_gib, printable
 from uma.workload import Engine
 
@@ -71,8 +72,12 @@ def _why_not(target: Target, subject: Subject, row: Row) -> str:
         other = f"it has {known[0]} bits" if known else "it quantizes none"
         return f"{engine} has no cache of {width} bits; {other}: leave --kv-bits out, or change it"
     if target == "accelerate" and machine.link_bytes_per_s is None:
-        return f"the link between {name} and its host is not in the catalog, so that nothing can "\
+        return (
+            f"the link between {name} and its host is not in the catalog, so that nothing can "
             "be planned over it; --emit llama.cpp needs none"
+        )
+    if target == "vllm" and OTHER_VENDOR in processors_of(machine)[0].notes:
+        return f"the memory and the speed of vLLM are known on NVIDIA's cards, not on {name}"
     if target == "vllm" and len(machine.devices) > 1:
         count = len(machine.devices)
         return (

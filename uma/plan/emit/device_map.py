@@ -56,15 +56,19 @@ class Placement:
 
 
 def placement(
-    architecture: Architecture, rooms: Mapping[Device, int], scheme: str | None = None
+    architecture: Architecture,
+    rooms: Mapping[Device, int],
+    scheme: str | None = None,
+    modules: Sequence[Module] = (),
 ) -> Placement:
     """The map of a model in 16 bits, or in bitsandbytes' ``int8`` or ``nf4`` on the cards.
 
     Modules that have no room on a card are not converted (transformers 5.24,
-    ``quantizers/quantizer_bnb_8bit.py``, ``_process_model_before_weight_loading``).
+    ``quantizers/quantizer_bnb_8bit.py``, ``_process_model_before_weight_loading``). ``modules`` are
+    those of the architecture, where they are at hand.
     """
     tied = architecture.tie_word_embeddings
-    modules = modules_of(architecture)
+    modules = modules or modules_of(architecture)
     if scheme is not None:
         converted = _converted(architecture, modules, scheme)
         found = auto_device_map(converted, rooms, tied_head=tied)

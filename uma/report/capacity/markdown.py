@@ -287,7 +287,16 @@ def price_words(plan: Doc) -> str:
     return f"{plan['price_usd']:,} ({kind}{note})"
 
 
-MEASURED_HEAD = ("time", "command", "model", "predicted", "measured", "error", "tokens/s", "settings")
+MEASURED_HEAD = (
+    "time",
+    "command",
+    "model",
+    "predicted",
+    "measured",
+    "error",
+    "tokens/s",
+    "settings",
+)
 
 
 def _measured(found: Doc) -> str:

@@ -98,7 +98,8 @@ def _require_known_keys(layers: Sequence[nn.Module], adapter: Adapter) -> None:
         return
     modules = {name: m for layer in layers for name, m in layer.named_modules()}
     if unknown := [key for key in adapter.keys if key not in modules]:
-        known = sorted(name for name, module in modules.items() if "weight" in module)
+        # Matrices, and not the vectors of norms.
+        known = sorted(n for n, m in modules.items() if "weight" in m and m.weight.ndim > 1)
         raise UsageError(
             f"no layer is named {' or '.join(unknown)}; give --keys of {', '.join(known)}"
         )

@@ -18,6 +18,7 @@ from uma.measurement.run_folder import (
     STATE,
     State,
     checkpoints,
+    damaged,
     read_state,
     state_text,
 )
@@ -92,7 +93,9 @@ def restore(checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
     try:
         arrays: Any = mx.load(str(checkpoint / OPTIMIZER))
     except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint / OPTIMIZER} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{checkpoint / OPTIMIZER} cannot be read: {error}; {damaged(checkpoint)}"
+        ) from error
     optimizer.state = tree_unflatten(list(arrays.items()))
     mx.eval(model.trainable_parameters(), optimizer.state)
     mx.random.seed(read_state(checkpoint).random_state)
