@@ -85,7 +85,7 @@ def test_truncation_is_explained_apart_from_memory() -> None:
     worst, data = with_worst_batch(case, Lengths((100, 90, 80, 5000), (1, 2, 3, 4)))
     found = training_estimate(worst, data)
     assert found.ledger.verdict == "fits"
-    assert "1 rows are longer than 2,048 tokens" in training_text(found, "llama")
+    assert "1 row is longer than 2,048 tokens and is cut" in training_text(found, "llama")
 
 
 def test_a_7b_in_16_bits_exceeds_a_mac_of_16_gb_and_says_by_how_much() -> None:

@@ -218,7 +218,10 @@ def _estimate(
         pages = asked.paging(params["requests"], other) if params["requests"] is not None else None
         found = findings(other, paging=pages, compare=compare)
     if chosen.json:
-        print(json_module.dumps(estimate_json(found, model_json(source)), indent=2))
+        from uma.plan.speeds import speeds_of
+
+        document = estimate_json(found, model_json(source), speeds_of(found.estimate))
+        print(json_module.dumps(document, indent=2))
     else:
         print(estimate_text(found, source.name))
     exceeds = found.estimate.ledger.verdict == "exceeds"

@@ -14,6 +14,8 @@ from uma.units import GIB, format_gib, printable
 
 if TYPE_CHECKING:
     from uma.plan.advice import Advice
+    from uma.plan.speeds import Speeds
+    from uma.speed.rate import NotKnown, Rate
 
 BAR_WIDTH = 40
 
@@ -195,7 +197,7 @@ def traced_lines(traced: Any) -> list[str]:
     ]
 
 
-def estimate_json(found: Findings, model: dict[str, Any]) -> dict[str, Any]:
+def estimate_json(found: Findings, model: dict[str, Any], speeds: "Speeds") -> dict[str, Any]:
     """The document of ``uma estimate --json``."""
     from uma.report.plan import machine_json
 
@@ -233,10 +235,17 @@ def estimate_json(found: Findings, model: dict[str, Any]) -> dict[str, Any]:
         "compare": found.compare,
         "paging": None if found.paging is None else _paging_json(found.paging),
         "exact": None if found.traced is None else asdict(found.traced),
-        "decode_tps": None,
-        "prompt_tps": None,
-        "notes": [*estimate.notes, "speed is not estimated yet"],
+        **_rate_json("decode_tps", speeds.decode),
+        **_rate_json("prompt_tps", speeds.prompt),
+        "notes": list(estimate.notes),
     }
+
+
+def _rate_json(name: str, found: "Rate | NotKnown") -> dict[str, float | str | None]:
+    """A rate with its interval, or null with the reason."""
+    best, low, high = (getattr(found, key, None) for key in ("best", "low", "high"))
+    reason = getattr(found, "reason", None)
+    return {name: best, f"{name}_low": low, f"{name}_high": high, f"{name}_reason": reason}
 
 
 def _sized(name: str, size_bytes: int | None) -> dict[str, int | float | None]:

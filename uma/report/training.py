@@ -156,13 +156,14 @@ def _data(data: "WorstBatch") -> Iterator[str]:
         f"worst: {data.rows} x {data.tokens:,} tokens, which is what is estimated"
     )
     if cut:
-        share = lost / lengths.total
+        share, are = lost / lengths.total, "is" if cut == 1 else "are"
         yield (
-            f"  {cut:,} rows are longer than {data.max_seq_length:,} tokens and are cut: {lost:,} "
+            f"  {_counted(cut, 'row')} {are} longer than {data.max_seq_length:,} tokens and {are} "
+            f"cut: {lost:,} "
             f"tokens lost ({share:.1%}); that is no lack of memory"
         )
     if lengths.problems:
-        yield f"  {lengths.problems:,} rows cannot be used: uma lora check lists them"
+        yield f"  {_counted(lengths.problems, 'row')} cannot be used: uma lora check lists them"
 
 
 def _method(found: TrainingEstimate) -> str:
