@@ -193,11 +193,11 @@ def test_the_largest_number_fits_and_one_that_is_a_little_larger_does_not(
 def test_inverses_and_measures_take_few_evaluations(
     machine: str, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nearly all the time of an estimate is in them: 5 to 25 ms each."""
+    """Nearly all the time of an estimate is in them: 5 to 25 ms each with torch, 35 to 60 MLX."""
     made = []
     original = TrainingCase.needed_bytes
     monkeypatch.setattr(
         TrainingCase, "needed_bytes", lambda case: made.append(case) or original(case)
     )
     training_estimate(case_on(machine, "llama-3-8b", batch_size=batch_size))
-    assert len(made) <= 20
+    assert len(made) <= (15 if machine == "rtx-4090" else 6)
