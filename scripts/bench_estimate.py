@@ -6,6 +6,7 @@ catalog, the Macs one of each chip and memory.
 """
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -104,6 +105,7 @@ def main() -> int:
         bare = cold_ms(["-c", "pass"], chosen.runs, cache)
         cold = cold_ms(["-m", "uma", *COLD], chosen.runs, cache)
     machines = macs(chosen.macs)
+    gc.disable()  # as the commands do
     start = time.process_time()
     done, fitting = every_estimate(chosen.models, machines, chosen.inverses)
     spent = time.process_time() - start

@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     own_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if own_process and arguments[:1] in (["estimate"], ["compare"], ["report"]):
+    if own_process and arguments[:1] in (["estimate"], ["compare"], ["models"], ["report"]):
         # In so short a process looking for cycles takes a fifth of the time, also at its end.
         gc.disable()
         atexit.register(gc.freeze)

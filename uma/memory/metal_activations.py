@@ -146,9 +146,11 @@ class Tape:
         """
         elements = self.call.rows * width if elements is None else elements
         output = self.array(elements) if in_place is None else in_place
-        touched = tuple((i, self.arrays[i]) for i in (*inputs, output))
+        arrays = self.arrays
+        parts = [(i, arrays[i]) for i in (*inputs, output)]
         if weights:
-            touched += ((PARAMETERS, int(weights * self.weight_elements)),)
+            parts.append((PARAMETERS, int(weights * self.weight_elements)))
+        touched = tuple(parts)
         size = elements * (dtype_bytes or self.call.activation_bytes)
         size = size if in_place is None else 0
         self.operations.append((touched, 0, size) if attention else (touched, size, 0))
