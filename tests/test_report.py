@@ -99,6 +99,20 @@ def test_a_raised_limit_leaves_the_reserve_and_what_fits_never_gets_less() -> No
         assert models == sorted(models)
 
 
+def test_no_raised_limit_makes_a_verdict_worse() -> None:
+    """Where macOS is not known the limit is a range, within which a value might lower it."""
+    scope = Scope(tuple(listed_models("glm-4.5")), (), (8192,))
+    machine = "mac-studio-m4-max-128"
+    (found,) = machine_reports([Named(machine, machine_of(machine))], scope)
+    assert found.budget.limits[0].limit_bytes > found.budget.limit_low_bytes
+    worse = ("fits", "tight", "exceeds")
+    cells = [at.verdicts for row in found.rows for cell in row.cells for at in cell.at]
+    assert any(len(set(verdicts)) > 1 for verdicts in cells)
+    for verdicts in cells:
+        ranks = [worse.index(verdict) for verdict in verdicts]
+        assert ranks == sorted(ranks, reverse=True)
+
+
 def test_a_small_mac_has_no_limit_to_raise() -> None:
     assert len(report(AIR).budget.limits) == 1
 

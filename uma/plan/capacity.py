@@ -287,14 +287,15 @@ def budget_facts(machine: Machine, budget: Budget) -> BudgetFacts:
 def limits_of(machine: Machine, budget: Budget) -> list[Limit]:
     """The limit that a machine has, and on a Mac those up to what its reserve leaves.
 
-    Where the limit as it is is only known as a range they start above its lower end.
+    Where the limit as it is is only known as a range they start above its upper end: a value within
+    the range might lower it.
     """
     now = Limit(
         None, budget.limit_bytes, budget.budget_bytes, machine.memory_bytes - budget.limit_bytes
     )
     if machine.backend != "metal":
         return [now]
-    low, most = machine.limit_bytes, machine.memory_bytes - (budget.reserve_bytes or 0)
+    low, most = now.limit_bytes, machine.memory_bytes - (budget.reserve_bytes or 0)
     sizes = [low + (most - low) * step // RAISED_STEPS for step in range(1, RAISED_STEPS + 1)]
     values = sorted({smallest_wired_limit_mb(size // GIB * GIB) for size in sizes if size > low})
     return [now, *(_raised(machine, budget, value) for value in values if value * MIB > low)]

@@ -142,17 +142,17 @@
 
   // One model
   const POINT = {bits: 0, kv: 1, batch: 2, context: 3};
-  const WANTED = {bits: 4, kv: 16, batch: 1, context: data.contexts[0]};
+  const wished = {bits: 4, kv: 16, batch: 1, context: data.contexts[0]};  // also where a model has it not
   const matching = (points, fixed) => points.filter(p => Object.entries(fixed).every(([key, value]) => p[POINT[key]] === value));
   const chosenModel = () => machine().models[$("one-model").value] || machine().models[0];
   function chosenPoint(points) {
     const fixed = {};
     for (const name of Object.keys(POINT)) {
-      const select = $(`one-${name}`), fresh = !select.value;
-      const able = [...new Set(matching(points, fixed).map(p => p[POINT[name]]))];
+      const select = $(`one-${name}`), able = [...new Set(matching(points, fixed).map(p => p[POINT[name]]))];
       options(select, able, able.map(count));
-      if (fresh && able.includes(WANTED[name])) select.value = WANTED[name];
-      fixed[name] = Number(select.value);
+      fixed[name] = Math.max(...able.filter(v => v <= wished[name]));
+      if (!able.includes(fixed[name])) fixed[name] = Math.min(...able);
+      select.value = fixed[name];
     }
     return matching(points, fixed)[0];
   }
@@ -169,7 +169,7 @@
     const point = chosenPoint(model.points), told = verdict(point[4], choice.limit), at = machine().limits[choice.limit];
     const now = machine().limits[0];
     $("one-answer").replaceChildren(
-      element("p", `${told}: ${gib(point[5])} of a budget of ${gib(at.budget_bytes)}. As it is the headroom is ${gib(point[6])}. The ${point[7]} phase needs most.`, {class: `v-${told}`, id: "one-verdict", "data-total": point[5]}),
+      element("p", `${told}: ${gib(point[5])} of a budget of ${gib(at.budget_bytes)}. ${choice.limit ? `With the limit as it is: ${verdict(point[4], 0)}, h` : "H"}eadroom ${gib(point[6])}. The ${point[7]} phase needs most.`, {class: `v-${told}`, id: "one-verdict", "data-total": point[5]}),
       element("p", `Decode ${rate(point[8])} tokens/s of each sequence, prompt ${rate(point[9])} tokens/s.`, {id: "one-speed"}));
     drawTerms(point);
     drawOver(model, point, [["budget", at.budget_bytes], ["limit", at.limit_bytes]]);
@@ -200,7 +200,7 @@
       if (found[2] === found[3]) return count(found[2]);
       return `${found[2] === null ? "none" : count(found[2])} (tight ${count(found[3])})`;
     };
-    fill("one-longest", `${title}: largest context in tokens within the budget, and within the limit where that is more`,
+    fill("one-longest", `${title}: largest context in tokens of one sequence within the budget, and within the limit where that is more, both as they are`,
       ["Weights", ...kvs.map(kv => `${kv}-bit cache`)], widths.map(bits => row(`${bits} bits`, kvs.map(kv => longest(bits, kv)))));
     const single = model.points.filter(p => p[1] === 16 && p[2] === 1 && data.contexts.includes(p[3]));
     fill("speed-table", `${title}, tokens/s`, ["Weights", "Context", "Decode", "Prompt", "Verdict"],
@@ -230,7 +230,7 @@
   for (const name of ["click", "focusin"]) $("map-table").addEventListener(name, detail);
   $("map-table").addEventListener("keydown", step);
   if (detailed) {
-    listen(["one-bits", "one-kv", "one-batch", "one-context"], drawOne);
+    for (const name of Object.keys(POINT)) listen([`one-${name}`], () => { wished[name] = Number($(`one-${name}`).value); drawOne(); });
     listen(["one-model"], drawAll);
   }
   for (const box of all("#shown input")) box.addEventListener("input", () => {

@@ -209,7 +209,7 @@ def _cells(base: Any, text: Any, tooltip: list[Any]) -> Any:
 def training(data: Any) -> Any:
     alt = altair()
     base = alt.Chart(data).encode(
-        x=alt.X("method:N", title=None, sort=None, axis=alt.Axis(labelAngle=0, orient="top")),
+        x=alt.X("method:N", title=None, sort=None, axis=alt.Axis(labelAngle=-30, orient="top")),
         y=alt.Y("model:N", title=None, sort=None),
     )
     return _cells(base, "label:N", ["method:N", "arithmetic:N"])
