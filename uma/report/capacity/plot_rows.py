@@ -158,4 +158,4 @@ def _length(row: Doc) -> str:
     length = row["largest_seq_length"]
     if length is not None:
         return f"{length:,}"
-    return "not possible" if row["total_bytes"] is None else str(row["verdict"])
+    return "no" if row["total_bytes"] is None else str(row["verdict"])
