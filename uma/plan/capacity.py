@@ -5,7 +5,6 @@ show these values and compute none of their own.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from uma.frozen import dataclass
 from uma.ledger import Verdict, peak
@@ -313,14 +312,6 @@ def _raised(machine: Machine, budget: Budget, value: int) -> Limit:
         changed.budget_bytes,
         machine.memory_bytes - changed.limit_bytes,
         f"sudo sysctl iogpu.wired_limit_mb={value}",
-    )
-
-
-def budgets_at(budget: Budget, limits: Sequence[Limit]) -> tuple[Budget, ...]:
-    """``budget`` under each of these limits."""
-    return tuple(
-        replace(budget, limit_bytes=one.limit_bytes, budget_bytes=one.budget_bytes)
-        for one in limits
     )
 
 
