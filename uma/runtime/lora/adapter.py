@@ -62,7 +62,7 @@ def put_adapter(model: nn.Module, adapter: Adapter) -> dict[str, mx.array]:
     if not 1 <= layers <= count:
         raise UsageError(f"--num-layers {layers}: the model has {count}; give 1 to {count}, or -1")
     _require_known_widths(model, adapter)
-    _require_known_keys(model.layers[-layers:], adapter)
+    _require_known_keys(model, model.layers[-layers:], adapter)
     model.freeze()
     if adapter.method == "full":
         for layer in model.layers[-layers:]:
@@ -92,12 +92,13 @@ def require_only_adapter(trained: Mapping[str, mx.array], adapter: Adapter) -> N
         )
 
 
-def _require_known_keys(layers: Sequence[nn.Module], adapter: Adapter) -> None:
-    """mlx-lm passes over keys that no layer has."""
+def _require_known_keys(model: nn.Module, layers: Sequence[nn.Module], adapter: Adapter) -> None:
+    """mlx-lm passes over keys that neither a layer has nor, by its whole name, the model."""
     if adapter.method == "full" or adapter.keys is None:
         return
     modules = {name: m for layer in layers for name, m in layer.named_modules()}
-    if unknown := [key for key in adapter.keys if key not in modules]:
+    whole = dict(model.named_modules())
+    if unknown := [key for key in adapter.keys if key not in modules and key not in whole]:
         # Matrices, and not the vectors of norms.
         known = sorted(n for n, m in modules.items() if "weight" in m and m.weight.ndim > 1)
         raise UsageError(
