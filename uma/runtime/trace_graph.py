@@ -122,6 +122,28 @@ def put_arrays(cache: Any, arrays: Iterator[mx.array]) -> Any:
 def _graph(
     events: list[Event], stand_ins: StandIns, count: dict[str, int], buffers: Sequence[int]
 ) -> tuple[Graph, tuple[int, ...]]:
+    layouts, inputs, fixed, outputs, made = exported(events, stand_ins)
+    kept, caches = inputs[: count["parameters"] + 1], inputs[count["parameters"] + 1 :]
+    roots, states = outputs[: count["roots"]], outputs[count["roots"] :]
+    graph = Graph(
+        layouts,
+        made,
+        (*inputs, *fixed),
+        tuple(roots),
+        frozenset((*kept, *fixed, *roots, *states)),
+        dict(zip(caches, buffers, strict=True)) if buffers else {},
+    )
+    return graph, tuple(states)
+
+
+def exported(
+    events: list[Event], stand_ins: StandIns
+) -> tuple[list[Layout], list[int], list[int], list[int], tuple[Operation, ...]]:
+    """The arrays of an exported function, and what it does with them.
+
+    By their numbers: inputs, constants, outputs; then the operations, stand-ins as what they stand
+    for.
+    """
     by_type: dict[str, Event] = {e["type"]: e for e in events if e["type"] != "primitive"}
     numbers: dict[str, int] = {}
     layouts: list[Layout] = []
@@ -147,17 +169,7 @@ def _graph(
         for event in events
         if event["type"] == "primitive"
     ]
-    kept, caches = inputs[: count["parameters"] + 1], inputs[count["parameters"] + 1 :]
-    roots, states = outputs[: count["roots"]], outputs[count["roots"] :]
-    graph = Graph(
-        layouts,
-        tuple(stood_in(operations, fixed, stand_ins)),
-        (*inputs, *fixed),
-        tuple(roots),
-        frozenset((*kept, *fixed, *roots, *states)),
-        dict(zip(caches, buffers, strict=True)) if buffers else {},
-    )
-    return graph, tuple(states)
+    return layouts, inputs, list(fixed), outputs, tuple(stood_in(operations, fixed, stand_ins))
 
 
 def hashable(arguments: Any) -> Any:

@@ -19,8 +19,7 @@ from uma.architecture.layers import Layer, Recurrent
 from uma.engines.mlx_own_step import OwnStep, terms_of
 from uma.engines.mlx_training import training_terms
 from uma.errors import UnsupportedModel
-from uma.memory.array_layout import Layout, rows
-from uma.memory.liveness import Graph, Operation, evaluation_order
+from uma.memory.liveness import Graph, evaluation_order
 from uma.memory.mlx_plan import peak_anywhere
 from uma.memory.term import MemoryTerm
 from uma.runtime.load import weights_bytes
@@ -28,7 +27,7 @@ from uma.runtime.lora import attention
 from uma.runtime.lora.calls import arrays, differentiable, intercepted, substituted
 from uma.runtime.lora.loss import loss_and_slope
 from uma.runtime.lora.optimizer import make_optimizer
-from uma.runtime.trace_graph import Event, arrays_of, hashable, put_arrays, stood_in, unchanged
+from uma.runtime.trace_graph import Event, arrays_of, exported, put_arrays, unchanged
 from uma.runtime.trace_lm_step import LmStep, compiled
 from uma.runtime.trace_model import Format, lazy_model
 from uma.runtime.trace_stand_ins import StandIns, replaced
@@ -156,34 +155,9 @@ class TracedStep(OwnStep):
 
 def _graph(events: list[Event], stand_ins: StandIns, passing: int | None) -> Graph:
     """The exported graph; its outputs are evaluated."""
-    by_type: dict[str, Event] = {e["type"]: e for e in events if e["type"] != "primitive"}
-    numbers: dict[str, int] = {}
-    layouts: list[Layout] = []
-
-    def number(entry: tuple[str, tuple[int, ...], mx.Dtype]) -> int:
-        name, shape, dtype = entry
-        if name not in numbers:
-            numbers[name] = len(layouts)
-            layouts.append(rows(tuple(shape), dtype.size))
-        return numbers[name]
-
-    inputs = [number(entry) for entry in by_type["inputs"]["inputs"]]
-    constants = by_type["constants"]["constants"]
-    fixed = {number((name, array.shape, array.dtype)): array for name, array in constants}
-    roots = tuple(number(entry) for entry in by_type["outputs"]["outputs"])
-    operations = [
-        Operation(
-            event["name"],
-            tuple(map(number, event["inputs"])),
-            tuple(map(number, event["outputs"])),
-            hashable(event["arguments"]),
-        )
-        for event in events
-        if event["type"] == "primitive"
-    ]
+    layouts, inputs, fixed, outputs, made = exported(events, stand_ins)
     held = frozenset([*inputs[:passing], *fixed])
-    made = tuple(stood_in(operations, fixed, stand_ins))
-    return Graph(layouts, made, (*inputs, *fixed), roots, held)
+    return Graph(layouts, made, (*inputs, *fixed), tuple(outputs), held)
 
 
 def _gathered(whole: Callable[..., mx.array]) -> Callable[..., mx.array]:
