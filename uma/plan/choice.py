@@ -18,15 +18,13 @@ from uma.checkpoint.source import locate
 from uma.errors import UmaError, UnsupportedModel
 from uma.ledger import Verdict, peak
 from uma.machine import Budget, Machine, budget_of
-from uma.memory.reads import evenly_stored, weight_reads
 from uma.plan.engine_case import budget_under, engine_case
 from uma.plan.estimate import Asked, Change, Estimate, ceiling_bytes, default_engine
 from uma.plan.inference import Request
 from uma.plan.inverses import largest_context
 from uma.plan.mlx_case import MlxCase, mlx_case
+from uma.plan.speeds import decode_of
 from uma.quantization import quantization_of_config
-from uma.speed.decode import decode_tps
-from uma.speed.processor import processors_of
 from uma.speed.rate import NotKnown
 from uma.workload import Engine, Inference
 
@@ -316,15 +314,7 @@ def _choice(model: ListedModel, asked: Asked, told: Sequence[str]) -> Choice:
 
 
 def _speed(estimate: Estimate) -> Speed:
-    """Every weight taken as stored in the same bits: a few percent off where they are not."""
-    architecture = estimate.architecture
-    found = decode_tps(
-        architecture,
-        weight_reads(architecture, evenly_stored(architecture, _weights_bytes(estimate))),
-        processors_of(estimate.machine),
-        estimate.engine,
-        estimate.workload.context_tokens,
-    )
+    found = decode_of(estimate)
     if isinstance(found, NotKnown):
         return Speed(reason=found.reason)
     return Speed(found.best, found.low, found.high)

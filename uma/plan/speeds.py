@@ -1,13 +1,15 @@
 """How fast an estimated model would answer: decode at the asked context, and its prompt."""
 
+from uma.architecture.layers import Architecture
 from uma.frozen import dataclass
-from uma.memory.reads import evenly_stored, weight_reads
+from uma.memory.reads import WeightReads, evenly_stored, weight_reads
 from uma.plan.estimate import Estimate
 from uma.quantization import GGUF_TYPES
 from uma.speed.decode import decode_tps
 from uma.speed.prefill import prompt_tps
-from uma.speed.processor import processors_of
+from uma.speed.processor import Processor, processors_of
 from uma.speed.rate import NotKnown, Rate
+from uma.workload import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,37 +21,43 @@ class Speeds:
 
 
 def speeds_of(estimate: Estimate) -> Speeds:
-    """The rates of an estimate that runs.
-
-    Every weight is taken as stored in the same bits: a few percent off where they are not.
-    """
+    """The rates of an estimate that runs."""
     if estimate.ledger.verdict == "exceeds":
         none = NotKnown("it does not fit")
         return Speeds(none, none)
-    architecture, workload = estimate.architecture, estimate.workload
-    size = sum(term.size_bytes for term in estimate.ledger.terms if term.name == "weights")
-    reads = weight_reads(architecture, evenly_stored(architecture, size))
-    asked = (architecture, reads, processors_of(estimate.machine), estimate.engine)
-    passes = workload.prefill_step_size if estimate.engine == "mlx" else None
-    decode = decode_tps(
-        *asked,
+    workload = estimate.workload
+    prompt = prompt_tps(
+        *_asked(estimate),
+        max(1, workload.longest_prompt_tokens),
+        pass_tokens=workload.prefill_step_size if estimate.engine == "mlx" else None,
+        quantized=estimate.bits_per_weight < 16,
+    )
+    return Speeds(decode_of(estimate), prompt)
+
+
+def decode_of(estimate: Estimate) -> Rate | NotKnown:
+    """Tokens per second of each sequence at the asked context."""
+    workload, number = estimate.workload, estimate.workload.batch_size
+    found = decode_tps(
+        *_asked(estimate),
         workload.context_tokens,
-        batch_size=workload.batch_size,
+        batch_size=number,
         kv_bits=_cache_bits(estimate),
     )
-    if isinstance(decode, Rate):
-        number = workload.batch_size
-        each = (decode.low / number, decode.best / number, decode.high / number)
-        decode = Rate(*each, decode.basis, decode.source, decode.notes)
-    return Speeds(
-        decode,
-        prompt_tps(
-            *asked,
-            max(1, workload.longest_prompt_tokens),
-            pass_tokens=passes,
-            quantized=estimate.bits_per_weight < 16,
-        ),
-    )
+    if isinstance(found, NotKnown):
+        return found
+    each = (found.low / number, found.best / number, found.high / number)
+    return Rate(*each, found.basis, found.source, found.notes)
+
+
+def _asked(
+    estimate: Estimate,
+) -> tuple[Architecture, WeightReads, tuple[Processor, ...], Engine]:
+    """Every weight is taken as stored in the same bits: a few percent off where they are not."""
+    architecture = estimate.architecture
+    size = sum(term.size_bytes for term in estimate.ledger.terms if term.name == "weights")
+    reads = weight_reads(architecture, evenly_stored(architecture, size))
+    return architecture, reads, processors_of(estimate.machine), estimate.engine
 
 
 def _cache_bits(estimate: Estimate) -> float:
