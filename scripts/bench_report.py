@@ -19,8 +19,8 @@ import gc, time
 gc.disable()
 from uma.catalog.listed import listed_models
 from uma.machine.here import machine_of
-from uma.plan.capacity import WIDTHS
-from uma.plan.capacity_map import capacity_map, place_of
+from uma.plan.capacity.facts import WIDTHS
+from uma.plan.capacity.map import capacity_map, place_of
 from uma.plan.estimate import default_engine
 machine = machine_of({machine!r})
 place, _ = place_of(machine, default_engine(machine))

@@ -29,10 +29,10 @@ from uma.machine.named import machine_named  # noqa: E402
 from uma.memory.optimizer_states import mlx_states, torch_states  # noqa: E402
 from uma.memory.weights import weight_bytes  # noqa: E402
 from uma.plan.compare import recipes  # noqa: E402
-from uma.plan.training_case import TrainingCase  # noqa: E402
-from uma.plan.training_checks import MLX_OPTIMIZERS  # noqa: E402
-from uma.plan.training_measures import near_root  # noqa: E402
-from uma.plan.training_places import places  # noqa: E402
+from uma.plan.training.case import TrainingCase  # noqa: E402
+from uma.plan.training.checks import MLX_OPTIMIZERS  # noqa: E402
+from uma.plan.training.measures import near_root  # noqa: E402
+from uma.plan.training.places import places  # noqa: E402
 from uma.quantization import Quantization  # noqa: E402
 from uma.units import GB  # noqa: E402
 from uma.workload import OPTIMIZERS, Sharding, TrainingWorkload  # noqa: E402

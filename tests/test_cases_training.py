@@ -22,8 +22,8 @@ from uma.errors import UsageError
 from uma.ledger import peak, phase_totals
 from uma.machine import budget_of
 from uma.machine.here import machine_of
-from uma.plan.training import training_estimate
-from uma.plan.training_data import with_worst_batch
+from uma.plan.training.data import with_worst_batch
+from uma.plan.training.estimate import training_estimate
 from uma.report.training import training_text
 from uma.units import GB, GIB
 from uma.workload import TrainingWorkload

@@ -24,7 +24,7 @@ from uma.plan.compare import (
 from uma.plan.compare.recipes import DEEPSPEED, MIXED, PLAIN, Kind, torch_recipes
 from uma.plan.compare.search import best_plan
 from uma.plan.compare.training_subject import TrainingSubject
-from uma.plan.training import training_estimate
+from uma.plan.training.estimate import training_estimate
 from uma.units import GB, GIB, TIB
 from uma.workload import TrainingWorkload
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from uma.cli import lora_supervise, lora_train, main
-from uma.cli.lora_asked import Asked, arguments, written
+from uma.cli import main
+from uma.cli.lora import supervise as lora_supervise
+from uma.cli.lora import train as lora_train
+from uma.cli.lora.asked import Asked, arguments, written
 from uma.runtime.lora.supervise import DETACHED
 
 

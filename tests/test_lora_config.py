@@ -11,9 +11,10 @@ import yaml
 from mlx_lm.lora import CONFIG_DEFAULTS
 from models import saved_model
 
-from uma.cli import lora_train, main
-from uma.cli.lora_asked import Asked
-from uma.cli.lora_config import OPTIMIZERS
+from uma.cli import main
+from uma.cli.lora import train as lora_train
+from uma.cli.lora.asked import Asked
+from uma.cli.lora.config import OPTIMIZERS
 from uma.errors import RuntimeUnavailable
 from uma.runtime.lora.event_file import EventFile, event, record
 from uma.runtime.lora.optimizer import Name
@@ -117,7 +118,7 @@ def test_nested_keys_reach_their_options(asked: Any, tmp_path: Path) -> None:
     assert (found.rank, found.scale, found.keys) == (4, 2.0, ["self_attn.q_proj"])
     assert (found.epochs, found.save_every) == (3, 7)
     assert json.loads(found.lr_schedule)["warmup"] == 9
-    from uma.cli.lora_config import settings_of
+    from uma.cli.lora.config import settings_of
 
     assert settings_of("adamw", found.optimizer_config) == {"weight_decay": 0.5}
     assert settings_of("adam", found.optimizer_config) is None

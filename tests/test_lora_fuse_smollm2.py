@@ -15,7 +15,7 @@ ADAPTER = """
 import json, sys
 from pathlib import Path
 import mlx.core as mx
-from uma.cli.lora_data import model_on_disk
+from uma.cli.lora.data import model_on_disk
 from uma.runtime.load import open_model
 from uma.runtime.lora.adapter import Adapter, put_adapter, save_adapter
 base = model_on_disk(None, quiet=True, yes=True).path

@@ -22,7 +22,7 @@ from uma.machine import Machine, budget_of
 from uma.plan import fine_tuning
 from uma.plan.fine_tuning import Cut, FineTuning, FineTuningPlan, Rows, plan_fine_tuning
 from uma.plan.forms import forms_of
-from uma.plan.training_time import duration
+from uma.plan.training.time import duration
 from uma.report.fine_tuning import plan_json, plan_text
 from uma.speed import NotKnown
 from uma.units import GIB, MIB

@@ -20,9 +20,9 @@ from uma.ledger import peak, phase_totals
 from uma.machine import budget_of
 from uma.machine.here import machine_of
 from uma.memory.weights import weight_bytes
-from uma.plan.training import TrainingCase, training_estimate
-from uma.plan.training_case import in_short_rows
-from uma.plan.training_inverses import _largest
+from uma.plan.training.case import in_short_rows
+from uma.plan.training.estimate import TrainingCase, training_estimate
+from uma.plan.training.inverses import _largest
 from uma.quantization import Quantization
 from uma.units import MIB
 from uma.workload import Sharding, TrainingWorkload

@@ -12,11 +12,11 @@ from uma.catalog.listed import listed_models
 from uma.cli import main
 from uma.cli.report_parts import _chosen
 from uma.machine.here import machine_of
-from uma.plan.capacity import MachineReport
-from uma.plan.capacity_cards import plan_rows
-from uma.plan.capacity_decision import Decision, Question, decision
-from uma.plan.capacity_diff import changes
-from uma.plan.capacity_report import Chosen, Named, Scope, machine_reports, plans_of
+from uma.plan.capacity.cards import plan_rows
+from uma.plan.capacity.decision import Decision, Question, decision
+from uma.plan.capacity.diff import changes
+from uma.plan.capacity.facts import MachineReport
+from uma.plan.capacity.report import Chosen, Named, Scope, machine_reports, plans_of
 from uma.plan.compare import HostProfile, Price, Wanted, candidates
 from uma.report.capacity.document import Parts, document
 from uma.units import GIB, MIB

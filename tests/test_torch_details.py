@@ -15,8 +15,8 @@ from uma.machine.here import machine_of
 from uma.memory.loss import Copies
 from uma.memory.sharding import States, placed
 from uma.memory.term import MemoryTerm
-from uma.plan.training_case import TrainingCase
-from uma.plan.training_places import places
+from uma.plan.training.case import TrainingCase
+from uma.plan.training.places import places
 from uma.units import GB
 from uma.workload import Sharding, TrainingWorkload
 

@@ -15,7 +15,7 @@ from uma.cli import main
 from uma.dataset.lengths import Lengths, batches_of, lengths_of
 from uma.dataset.rows import read_rows
 from uma.errors import CheckpointError, DataError, RuntimeUnavailable, UnsupportedModel, UsageError
-from uma.plan.training_data import with_worst_batch
+from uma.plan.training.data import with_worst_batch
 from uma.runtime.file_encoder import FileEncoder
 
 CHAT = {

@@ -11,7 +11,7 @@ COMMANDS = {
     "compare": ("uma.cli.compare", "Compare Macs and graphics cards for a model."),
     "report": ("uma.cli.report", "Show what a machine can hold and how fast, as a document."),
     "bench": ("uma.cli.bench", "Time a model, and hold its memory against the prediction."),
-    "lora": ("uma.cli.lora", "Fine-tune a model, and check the data for it."),
+    "lora": ("uma.cli.lora.app", "Fine-tune a model, and check the data for it."),
     "convert": ("uma.cli.convert", "Write a model as an MLX folder, in little memory."),
     "measure": ("uma.cli.measure", "Show what memory holds, and what it gives."),
     "models": ("uma.cli.models", "List the models of the catalog, smallest first."),

@@ -14,7 +14,7 @@ from uma.cli.progress import say
 from uma.errors import DataError, UnsupportedModel, UsageError
 
 if TYPE_CHECKING:
-    from uma.plan.capacity_report import Chosen, Named, Scope
+    from uma.plan.capacity.report import Chosen, Named, Scope
     from uma.plan.compare import Candidate, HostProfile, Wanted
 
 HERE = "this machine"
@@ -133,8 +133,8 @@ def _pictures(found: Mapping[str, Any], folder: Path) -> dict[Path, bytes]:
 
 
 def _document(asked: Asked, before: Mapping[str, Any] | None) -> dict[str, Any]:
-    from uma.plan.capacity import WIDTHS
-    from uma.plan.capacity_report import machine_reports, plans_of
+    from uma.plan.capacity.facts import WIDTHS
+    from uma.plan.capacity.report import machine_reports, plans_of
     from uma.report.capacity.document import Parts, catalog_date, document
 
     machines = _machines(asked)
@@ -165,8 +165,8 @@ def _document(asked: Asked, before: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _scope(asked: Asked) -> "Scope":
     from uma.catalog.listed import listed_models
-    from uma.plan.capacity import CONTEXTS
-    from uma.plan.capacity_report import DEFAULT_MODELS, Scope
+    from uma.plan.capacity.facts import CONTEXTS
+    from uma.plan.capacity.report import DEFAULT_MODELS, Scope
 
     default = () if asked.fleet is not None else DEFAULT_MODELS
     return Scope(
@@ -186,7 +186,7 @@ def today() -> str:
 
 def _machines(asked: Asked) -> "list[Named]":
     from uma.machine.here import machine_of
-    from uma.plan.capacity_report import Named
+    from uma.plan.capacity.report import Named
 
     if asked.fleet is not None:
         from uma.report.capacity.fleet import fleet
@@ -230,7 +230,7 @@ def _candidates(
     """The reported machines, and the cards that they are held against unless it is a fleet."""
     from dataclasses import replace
 
-    from uma.plan.capacity_cards import CARDS
+    from uma.plan.capacity.cards import CARDS
     from uma.plan.compare import candidates, this_candidate
     from uma.plan.compare.prices import user_prices
 
@@ -261,7 +261,7 @@ def _measured(asked: Asked) -> tuple[tuple[dict[str, Any], ...], str | None]:
 def _changes(
     asked: Asked, before: Mapping[str, Any] | None, found: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    from uma.plan.capacity_diff import changes, since
+    from uma.plan.capacity.diff import changes, since
 
     path = asked.refined.diff
     told = None
@@ -297,7 +297,7 @@ def _old_report(path: Path) -> Mapping[str, Any]:
 
 
 def _decision(asked: Asked) -> dict[str, Any]:
-    from uma.plan.capacity_decision import Question, decision
+    from uma.plan.capacity.decision import Question, decision
     from uma.report.capacity.decision import decision_document
     from uma.workload import Inference
 

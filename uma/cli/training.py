@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from uma.machine import Machine
     from uma.memory.term import MemoryTerm
     from uma.plan.mlx_case import MlxCase
-    from uma.plan.training_case import TrainingCase
+    from uma.plan.training.case import TrainingCase
 
 CUDA_FORMATS = ("int8", "nf4", "nf4-double", "gptq", "awq")
 
@@ -31,13 +31,13 @@ def training(
 ) -> int:
     """Print the estimate; the exit code. With ``exact`` the step is traced beside it."""
     from uma.cli.plan import model_json
-    from uma.plan.training import training_estimate
+    from uma.plan.training.estimate import training_estimate
     from uma.report.training import training_json, training_text
 
     source, case = _case(chosen, asked, engine, machine, exact)
     data = None
     if asked.data is not None:
-        from uma.plan.training_data import with_worst_batch
+        from uma.plan.training.data import with_worst_batch
 
         case, data = with_worst_batch(
             case, _lengths(asked, source, chosen.json), packed=asked.packing
@@ -46,7 +46,7 @@ def training(
     traced = _traced(chosen, asked, case) if exact else None
     largest = None
     if asked.largest_model:
-        from uma.plan.training_models import largest_model
+        from uma.plan.training.models import largest_model
 
         largest = largest_model(case)
     if chosen.json:
@@ -197,8 +197,8 @@ def _mlx_case(
     chosen: RunOptions, asked: TrainOptions, machine: "Machine", budget: Any
 ) -> "tuple[ModelSource, TrainingCase]":
     from uma.memory.weights import weight_bytes
-    from uma.plan.training_case import TrainingCase
-    from uma.plan.training_checks import check_mlx_sharding
+    from uma.plan.training.case import TrainingCase
+    from uma.plan.training.checks import check_mlx_sharding
     from uma.quantization import Quantization
 
     if asked.precision != "16-bit":
@@ -241,8 +241,8 @@ def _torch_case(
     from uma.cli.plan import described, located
     from uma.engines.schemes import scheme_named
     from uma.errors import UnsupportedModel
-    from uma.plan.training_case import TrainingCase
-    from uma.plan.training_stacks import settings_of
+    from uma.plan.training.case import TrainingCase
+    from uma.plan.training.stacks import settings_of
 
     if asked.trainer == "uma":
         raise UsageError("--trainer uma is uma lora train, which runs on MLX: give --engine mlx")

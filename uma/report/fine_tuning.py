@@ -4,7 +4,7 @@ import datetime
 from typing import Any
 
 from uma.plan.fine_tuning import FineTuningPlan, longest, remedies
-from uma.plan.training_time import Duration
+from uma.plan.training.time import Duration
 from uma.report import SCHEMA_VERSION
 from uma.report.ledger import ledger_text
 from uma.report.plan import machine_json

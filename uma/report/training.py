@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 from uma.catalog.listed import ListedModel
 from uma.ledger import phase_totals
 from uma.memory.term import MemoryTerm
-from uma.plan.training import Measure, TrainingEstimate
-from uma.plan.training_inverses import MOST
+from uma.plan.training.estimate import Measure, TrainingEstimate
+from uma.plan.training.inverses import MOST
 from uma.units import format_gib
 from uma.workload import Sharding
 
 if TYPE_CHECKING:
-    from uma.plan.training_data import WorstBatch
+    from uma.plan.training.data import WorstBatch
 
 
 def training_text(

@@ -20,8 +20,8 @@ from uma.plan.compare.recipes import (
 )
 from uma.plan.compare.training_subject import TrainingSubject
 from uma.plan.compare.unified import with_raised_limit
-from uma.plan.training_case import TrainingCase
-from uma.plan.training_verdict import pool_note, training_verdict
+from uma.plan.training.case import TrainingCase
+from uma.plan.training.verdict import pool_note, training_verdict
 from uma.speed.processor import processors_of
 from uma.speed.rate import NotKnown, Rate
 from uma.speed.training import HostMemory, training_tps

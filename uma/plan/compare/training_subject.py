@@ -16,9 +16,9 @@ from uma.memory.term import MemoryTerm
 from uma.memory.weights import weight_bytes
 from uma.plan.compare.candidates import Candidate
 from uma.plan.compare.recipes import Kind, Recipe
-from uma.plan.training_case import TrainingCase
-from uma.plan.training_places import Places, places
-from uma.plan.training_verdict import least_bytes
+from uma.plan.training.case import TrainingCase
+from uma.plan.training.places import Places, places
+from uma.plan.training.verdict import least_bytes
 from uma.quantization import Quantization, quantization_of_config
 from uma.speed.stored import even_reads
 from uma.workload import TrainingWorkload

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from uma import __version__
-from uma.plan.capacity_decision import Decision
+from uma.plan.capacity.decision import Decision
 from uma.plan.compare import HostProfile
 from uma.report import SCHEMA_VERSION
 from uma.report.capacity.document import plain

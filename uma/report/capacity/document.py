@@ -9,7 +9,7 @@ from uma.catalog import DATA
 from uma.catalog.listed import ListedModel
 from uma.catalog.uses import uses_of
 from uma.frozen import dataclass
-from uma.plan.capacity import MachineReport, PlanRow, Speed
+from uma.plan.capacity.facts import MachineReport, PlanRow, Speed
 from uma.report import SCHEMA_VERSION
 from uma.report.capacity.method import METHOD, NEVER_RUN, NOT_MODELLED, SOURCES, TERMS
 from uma.report.capacity.summary import summary

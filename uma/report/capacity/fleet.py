@@ -11,7 +11,7 @@ from uma.machine import Machine
 from uma.machine.calibration import Calibration, calibrated
 from uma.machine.here import machine_of, with_speed
 from uma.measurement.bundle import KIND, machine_of_readings
-from uma.plan.capacity_report import Named
+from uma.plan.capacity.report import Named
 
 MOST_BYTES = 16 << 20  # of one bundle: those of uma have a few hundred kilobytes
 MOST_MACHINES = 200

@@ -20,7 +20,7 @@ from uma.ledger import Verdict
 from uma.machine import Budget, Machine, budget_of
 from uma.machine.named import with_gpu_limit
 from uma.memory.reads import WeightReads, evenly_stored, weight_reads
-from uma.plan.capacity import NO_SPEED, BudgetFacts, Cell, CellAt, MapRow, budget_facts, speed
+from uma.plan.capacity.facts import NO_SPEED, BudgetFacts, Cell, CellAt, MapRow, budget_facts, speed
 from uma.plan.engine_case import EngineCase, budget_under, engine_case
 from uma.plan.engine_words import format_of_bits
 from uma.plan.estimate import Asked

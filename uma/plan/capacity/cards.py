@@ -8,7 +8,7 @@ from uma.catalog import Gpu, Mac, UnifiedMachine
 from uma.checkpoint.source import ModelSource
 from uma.errors import UmaError
 from uma.machine.names import find
-from uma.plan.capacity import PlanRow, speed
+from uma.plan.capacity.facts import PlanRow, speed
 from uma.plan.compare import Candidate, Comparison, Row, Wanted, compare
 from uma.plan.compare.subject import Subject
 from uma.workload import Inference

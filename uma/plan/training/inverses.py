@@ -5,8 +5,8 @@ from collections.abc import Callable
 from uma.dataset.batches import SMALLEST, padded_length
 from uma.memory.adapters import adapters
 from uma.memory.term import MemoryTerm
-from uma.plan.training_case import SHORT, Needs, TrainingCase
-from uma.plan.training_places import on_host
+from uma.plan.training.case import SHORT, Needs, TrainingCase
+from uma.plan.training.places import on_host
 
 MOST = {"batch_size": 4096, "max_seq_length": 1 << 20, "rank": 4096}  # looked for, not allowed
 TRIES = 12

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 from uma.frozen import dataclass
 from uma.ledger import Ledger, Verdict, peak
 from uma.memory.term import Phase
-from uma.plan.training_case import Needs, TrainingCase
-from uma.plan.training_checks import check, notes
-from uma.plan.training_inverses import largest
-from uma.plan.training_measures import Measure, measures
-from uma.plan.training_places import OnHost, Places, on_host, places
-from uma.plan.training_verdict import least_bytes, pool_note, training_verdict
+from uma.plan.training.case import Needs, TrainingCase
+from uma.plan.training.checks import check, notes
+from uma.plan.training.inverses import largest
+from uma.plan.training.measures import Measure, measures
+from uma.plan.training.places import OnHost, Places, on_host, places
+from uma.plan.training.verdict import least_bytes, pool_note, training_verdict
 from uma.units import format_gib
 
 if TYPE_CHECKING:
-    from uma.plan.training_data import WorstBatch
+    from uma.plan.training.data import WorstBatch
 
 __all__ = ["Measure", "TrainingCase", "TrainingEstimate", "training_estimate"]
 

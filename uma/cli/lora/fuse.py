@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from uma.cli import options as opt
-from uma.cli.lora_options import Data
+from uma.cli.lora.options import Data
 from uma.cli.options import chosen_model
 from uma.errors import DataError, UnsupportedModel, UsageError
 
@@ -72,8 +72,8 @@ def fuse(
       uma lora fuse llama-3-8b --adapter-path ./run1 -o ./fused --bits 8 --data ./data
     """
     from uma.cli.convert import require_new
-    from uma.cli.lora_data import tokenizer_of
-    from uma.cli.lora_model import form_that_fits, heavy, require_adapter
+    from uma.cli.lora.data import tokenizer_of
+    from uma.cli.lora.model import form_that_fits, heavy, require_adapter
 
     if save_path is None:
         raise UsageError("give a folder to write: --save-path FOLDER")
@@ -136,7 +136,7 @@ def _rows(data: Path | None, encoder: "Encoder") -> Sequence[Sequence[int]]:
         rows = [Row(1, "completions", {"prompt": q, "completion": a}) for q, a in PROBES]
         plain = [Row(1, "text", {"text": f"{q} {a}"}) for q, a in PROBES]
     else:
-        from uma.cli.lora_data import data_folder
+        from uma.cli.lora.data import data_folder
         from uma.dataset.check import split_files
         from uma.dataset.rows import read_rows
 

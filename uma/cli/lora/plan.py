@@ -4,7 +4,7 @@ import json as json_module
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from uma.cli.lora_asked import Asked
+from uma.cli.lora.asked import Asked
 from uma.cli.options import size_option
 from uma.cli.progress import say
 from uma.errors import DoesNotFit, UsageError
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from uma.machine import Budget, Machine
     from uma.plan.fine_tuning import Cut, FineTuningPlan, Rows
     from uma.plan.inference import Form
-    from uma.plan.training_time import Duration
+    from uma.plan.training.time import Duration
     from uma.runtime.lora.train import Course
     from uma.speed import NotKnown
     from uma.workload import TrainingWorkload
@@ -29,7 +29,7 @@ MOST_ITERATIONS = 9_999_999
 
 def print_plan(asked: Asked) -> int:
     """``--dry-run``: the data is read, the weights are not. The exit code."""
-    from uma.cli.lora_data import tokenizer_of
+    from uma.cli.lora.data import tokenizer_of
     from uma.cli.session import live_machine
     from uma.report.fine_tuning import plan_json, plan_text
 
@@ -53,7 +53,7 @@ def read_splits(asked: Asked, encoder: Any) -> "dict[str, Split]":
     Raises:
         DataError: If a row cannot be used, or nothing is left to train on.
     """
-    from uma.cli.lora_data import checked
+    from uma.cli.lora.data import checked
     from uma.dataset.check import findings, require_examples
 
     splits = checked(
@@ -194,7 +194,7 @@ def duration_of(
     asked: Asked, plan: "FineTuningPlan", course: "Course", done: int = 0
 ) -> "Duration | NotKnown":
     """How long what is left of the run will take, from batch ``done`` on."""
-    from uma.plan.training_time import duration
+    from uma.plan.training.time import duration
 
     left = max(1, course.iters - done)
     flops = None

@@ -6,12 +6,12 @@ import typer
 
 from uma.cli import options as opt
 from uma.cli.app import SETTINGS
-from uma.cli.lora_eval import evaluate
-from uma.cli.lora_fuse import fuse
-from uma.cli.lora_options import BatchSize, Data, MaskPrompt, MaxSeqLength, Overlong
-from uma.cli.lora_peft import export, import_
-from uma.cli.lora_status import status
-from uma.cli.lora_train import train
+from uma.cli.lora.eval import evaluate
+from uma.cli.lora.fuse import fuse
+from uma.cli.lora.options import BatchSize, Data, MaskPrompt, MaxSeqLength, Overlong
+from uma.cli.lora.peft import export, import_
+from uma.cli.lora.status import status
+from uma.cli.lora.train import train
 from uma.cli.options import chosen_model
 
 lora = typer.Typer(add_completion=False, invoke_without_command=True, **SETTINGS)
@@ -53,7 +53,7 @@ def check(
       uma lora check --data ./data
       uma lora check qwen3-4b --data ./data --mask-prompt --max-seq-length 1024
     """
-    from uma.cli.lora_data import checked, data_folder, tokenizer_of
+    from uma.cli.lora.data import checked, data_folder, tokenizer_of
 
     folder = data_folder(data, quiet=json)
     name = chosen_model(context, model_argument, model)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from uma.cli.lora_asked import ONLY_HERE, Asked, arguments, written
+from uma.cli.lora.asked import ONLY_HERE, Asked, arguments, written
 from uma.cli.progress import say
 from uma.errors import StorageError
 from uma.units import format_gib
@@ -30,8 +30,8 @@ INTERRUPTED = 130
 
 def work(asked: Asked, parent: int) -> int:
     """Train, and print how it went. It is saved and left when ``parent`` is gone."""
-    from uma.cli.lora_data import tokenizer_of
-    from uma.cli.lora_model import heavy
+    from uma.cli.lora.data import tokenizer_of
+    from uma.cli.lora.model import heavy
     from uma.runtime.lora.supervise import TERMINAL
 
     if os.environ.get(TERMINAL):  # the parent shows what this process writes on its terminal
@@ -46,7 +46,7 @@ def work(asked: Asked, parent: int) -> int:
         wait=asked.wait,
         allow_concurrent=asked.allow_concurrent,
     ):
-        from uma.cli.lora_plan import read_splits
+        from uma.cli.lora.plan import read_splits
 
         splits = read_splits(asked, encoder)
         plan = _plan(asked, source, splits)
@@ -55,7 +55,7 @@ def work(asked: Asked, parent: int) -> int:
             loaded, result = _trained(
                 asked, source, splits, plan, lambda: bool(seen) or os.getppid() != parent
             )
-    from uma.cli.lora_result import tell_result
+    from uma.cli.lora.result import tell_result
 
     tell_result(asked, source, loaded, plan, result)
     return INTERRUPTED if result.ending == "stopped" else 0
@@ -67,7 +67,7 @@ def _plan(asked: Asked, source: "ModelSource", splits: "dict[str, Split]") -> "F
     Raises:
         DoesNotFit: If it exceeds the limit, unless it is forced.
     """
-    from uma.cli.lora_plan import course_of, duration_of, exceeded, planned
+    from uma.cli.lora.plan import course_of, duration_of, exceeded, planned
     from uma.cli.session import live_machine
     from uma.report.fine_tuning import batches_text, time_text
 
@@ -137,7 +137,7 @@ def _trained(
     plan: "FineTuningPlan",
     stopped: Callable[[], bool],
 ) -> "tuple[LoadedModel, Result]":
-    from uma.cli.lora_model import loaded_model
+    from uma.cli.lora.model import loaded_model
     from uma.measurement.run_status import remember
     from uma.paths import cache_folder, state_folder
     from uma.plan.limits import mlx_limits
@@ -181,7 +181,7 @@ def _trained(
 
 def _about(asked: Asked, plan: "FineTuningPlan") -> dict[str, Any]:
     """What others may want to know of the run while it goes on, and afterwards."""
-    from uma.cli.lora_train import defaults
+    from uma.cli.lora.train import defaults
 
     default = defaults()
     here = {name: default[name] for name in ONLY_HERE}
@@ -192,8 +192,8 @@ def _about(asked: Asked, plan: "FineTuningPlan") -> dict[str, Any]:
 
 
 def _recipe(asked: Asked, splits: "dict[str, Split]", plan: "FineTuningPlan") -> "Recipe":
-    from uma.cli.lora_config import mapping_of, settings_of
-    from uma.cli.lora_plan import course_of
+    from uma.cli.lora.config import mapping_of, settings_of
+    from uma.cli.lora.plan import course_of
     from uma.runtime.lora.adapter import Adapter
     from uma.runtime.lora.run import Recipe
 

@@ -7,8 +7,8 @@ from uma.catalog import find_model, model_config
 from uma.catalog.listed import ListedModel, listed_models
 from uma.errors import UmaError
 from uma.memory.weights import weight_bytes
-from uma.plan.training_case import TrainingCase
-from uma.plan.training_checks import check
+from uma.plan.training.case import TrainingCase
+from uma.plan.training.checks import check
 from uma.quantization import Quantization
 
 NEARBY = 24  # of as many smaller ones, and a quarter as many larger ones, the largest that fits

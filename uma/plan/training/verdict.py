@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from uma.ledger import Verdict, peak
 from uma.machine import verdict
 from uma.memory.term import MemoryTerm
-from uma.plan.training_case import TrainingCase
+from uma.plan.training.case import TrainingCase
 
 
 def least_bytes(terms: Iterable[MemoryTerm]) -> int:

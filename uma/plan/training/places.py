@@ -4,7 +4,7 @@ from uma.engines.torch_model import Model, optimizer_states, trained_elements, w
 from uma.frozen import dataclass
 from uma.memory.adapters import adapter_elements
 from uma.memory.sharding import Moved, States, communication_bytes, placed
-from uma.plan.training_case import TrainingCase
+from uma.plan.training.case import TrainingCase
 
 FLOAT32 = 4
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from uma.cli import options as opt
-from uma.cli.lora_options import BatchSize, Data, MaskPrompt, MaxSeqLength, Overlong
+from uma.cli.lora.options import BatchSize, Data, MaskPrompt, MaxSeqLength, Overlong
 from uma.cli.options import chosen_model
 from uma.errors import UsageError
 
@@ -52,8 +52,8 @@ def evaluate(
       uma lora eval --data ./data
       uma lora eval llama-3-8b --data ./data --adapter-path ./run1 --mask-prompt --split test
     """
-    from uma.cli.lora_data import checked, data_folder, tokenizer_of
-    from uma.cli.lora_model import form_that_fits, heavy, loaded_model, require_adapter
+    from uma.cli.lora.data import checked, data_folder, tokenizer_of
+    from uma.cli.lora.model import form_that_fits, heavy, loaded_model, require_adapter
     from uma.cli.progress import progress
     from uma.dataset.check import require_examples
 

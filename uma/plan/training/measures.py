@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from uma.frozen import dataclass
-from uma.plan.training_case import Needs, TrainingCase
-from uma.plan.training_places import on_host, places
+from uma.plan.training.case import Needs, TrainingCase
+from uma.plan.training.places import on_host, places
 from uma.units import format_gib
 from uma.workload import Sharding, TrainingWorkload
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from uma.cli import options as opt
-from uma.cli.lora_asked import Asked
-from uma.cli.lora_options import (
+from uma.cli.lora.asked import Asked
+from uma.cli.lora.options import (
     BatchSize,
     Config,
     Data,
@@ -143,8 +143,8 @@ def train(
       uma lora train llama-3-8b --data ./data --budget 24GiB --dry-run
     """
     given = locals()
-    from uma.cli.lora_config import check_optimizer
-    from uma.cli.lora_data import data_folder
+    from uma.cli.lora.config import check_optimizer
+    from uma.cli.lora.data import data_folder
 
     options = {name: given[name] for name in Asked.__dataclass_fields__}
     name = chosen_model(context, model_argument, model)
@@ -166,14 +166,14 @@ def _dispatch(asked: Asked) -> int:
     from uma.runtime.lora.supervise import DETACHED, PARENT
 
     if asked.dry_run:
-        from uma.cli.lora_plan import print_plan
+        from uma.cli.lora.plan import print_plan
 
         return print_plan(asked)
     if PARENT in os.environ:
-        from uma.cli.lora_work import work
+        from uma.cli.lora.work import work
 
         return work(asked, int(os.environ[PARENT]))
-    from uma.cli.lora_supervise import detach, supervise
+    from uma.cli.lora.supervise import detach, supervise
 
     # ``detach`` may stand in config.toml, where it would speak for the detached process too.
     wanted = asked.detach and DETACHED not in os.environ

@@ -7,7 +7,8 @@ from uma.catalog.listed import ListedModel
 from uma.checkpoint.source import ModelSource
 from uma.frozen import dataclass
 from uma.machine import Machine
-from uma.plan.capacity import (
+from uma.plan.capacity.cards import plan_rows, power_w
+from uma.plan.capacity.facts import (
     CONTEXTS,
     WIDTHS,
     Best,
@@ -18,10 +19,9 @@ from uma.plan.capacity import (
     PlanRow,
     TrainingRow,
 )
-from uma.plan.capacity_cards import plan_rows, power_w
-from uma.plan.capacity_map import Place, capacity_map, place_of
-from uma.plan.capacity_model import model_report
-from uma.plan.capacity_training import training_rows
+from uma.plan.capacity.map import Place, capacity_map, place_of
+from uma.plan.capacity.model import model_report
+from uma.plan.capacity.training import training_rows
 from uma.plan.choice import FEW_BITS
 from uma.plan.compare import Candidate, Wanted
 from uma.plan.estimate import default_engine

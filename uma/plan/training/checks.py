@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from uma.architecture.layers import Attention, Recurrent
 from uma.errors import UsageError
 from uma.memory.adapters import is_adaptable, is_target, layer_adapters, trained_layers
-from uma.plan.training_case import TrainingCase
+from uma.plan.training.case import TrainingCase
 from uma.workload import Sharding
 
 MLX_OPTIMIZERS = {

@@ -3,7 +3,7 @@
 from uma.dataset.lengths import Batches, Batching, Lengths, batches_of
 from uma.errors import UsageError
 from uma.frozen import dataclass
-from uma.plan.training_case import Needs, TrainingCase
+from uma.plan.training.case import Needs, TrainingCase
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ from uma.architecture.layers import Architecture
 from uma.checkpoint.source import ModelSource
 from uma.errors import UmaError, UsageError
 from uma.frozen import dataclass
-from uma.plan.capacity import Speed, TrainingRow, speed
-from uma.plan.capacity_map import Place
+from uma.plan.capacity.facts import Speed, TrainingRow, speed
+from uma.plan.capacity.map import Place
 from uma.plan.estimate import Change
 from uma.plan.inference import Request
 from uma.plan.mlx_case import mlx_case
-from uma.plan.training import TrainingCase, TrainingEstimate, training_estimate
+from uma.plan.training.estimate import TrainingCase, TrainingEstimate, training_estimate
 from uma.speed.stored import even_reads
 from uma.speed.training import training_tps
 from uma.units import format_gib

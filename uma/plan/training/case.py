@@ -12,7 +12,7 @@ from uma.machine import Budget, Machine
 from uma.memory.adapters import adapters
 from uma.memory.term import MemoryTerm
 from uma.plan.estimate import ceiling_bytes
-from uma.plan.training_stacks import Stack
+from uma.plan.training.stacks import Stack
 from uma.workload import Trainer, TrainingEngine, TrainingWorkload
 
 SHORT = 256

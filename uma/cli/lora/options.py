@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from uma.cli.lora_config import use_config
+from uma.cli.lora.config import use_config
 
 Data = Annotated[
     Path | None,

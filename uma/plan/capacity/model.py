@@ -12,7 +12,7 @@ from uma.memory.paging import BLOCK_SIZE, Holding, mean_holding
 from uma.memory.paging import Request as Serving
 from uma.memory.reads import WeightReads
 from uma.memory.term import MemoryTerm
-from uma.plan.capacity import (
+from uma.plan.capacity.facts import (
     NO_SPEED,
     Longest,
     ModelReport,
@@ -22,7 +22,7 @@ from uma.plan.capacity import (
     binding_terms,
     speed,
 )
-from uma.plan.capacity_map import (
+from uma.plan.capacity.map import (
     Place,
     at_context,
     on,

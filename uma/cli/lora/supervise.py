@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from uma.cli.lora_asked import Asked, arguments
+from uma.cli.lora.asked import Asked, arguments
 from uma.cli.progress import say
 from uma.errors import UmaError
 from uma.units import format_gib

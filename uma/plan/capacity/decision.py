@@ -6,8 +6,8 @@ from dataclasses import replace
 from uma.architecture.layers import Architecture
 from uma.checkpoint.source import ModelSource
 from uma.frozen import dataclass
-from uma.plan.capacity import PlanRow
-from uma.plan.capacity_cards import comparison, plan_row
+from uma.plan.capacity.cards import comparison, plan_row
+from uma.plan.capacity.facts import PlanRow
 from uma.plan.compare import Candidate, Comparison, Row, Wanted
 from uma.plan.compare.search import Preference
 

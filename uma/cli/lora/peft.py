@@ -86,8 +86,8 @@ def _asked(
         UsageError: If one is not given, or the folder to write exists.
     """
     from uma.cli.convert import require_new
-    from uma.cli.lora_data import model_on_disk
-    from uma.cli.lora_model import require_adapter
+    from uma.cli.lora.data import model_on_disk
+    from uma.cli.lora.model import require_adapter
 
     if adapter_path is None or save_path is None:
         raise UsageError("give the adapter and a folder: --adapter-path FOLDER -o NEW")

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from uma.cli.lora_asked import Asked
+from uma.cli.lora.asked import Asked
 from uma.cli.progress import say
 from uma.units import format_gib
 

@@ -1,0 +1,1 @@
+"""``uma lora``: one module for each command, and what they share."""
