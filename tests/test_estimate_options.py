@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paged_slots import simulated_holding
 from safetensors.numpy import save_file
 
 from uma.cli import main
 from uma.cli.asked import OWN_OPTIONS
-from uma.memory.paging import Request, mean_holding, parse_requests, simulated_holding
+from uma.memory.paging import Request, mean_holding, parse_requests
 from uma.units import GIB, MIB
 
 LLAMA = "llama-3-8b"

@@ -3,9 +3,10 @@
 from fractions import Fraction
 
 import pytest
+from paged_slots import simulated_holding
 
 from uma.errors import UsageError
-from uma.memory.paging import Request, blocks, mean_holding, simulated_holding
+from uma.memory.paging import Request, blocks, mean_holding
 
 CHAT = [Request(161, 338, 5), Request(20, 60, 3), Request(900, 30, 2), Request(7, 1)]
 

@@ -187,16 +187,6 @@ def weight_bytes(architecture: Architecture, quant: str) -> int:
     return sum(size for _, size in tensor_bytes(architecture, quant))
 
 
-def host_weight_bytes(architecture: Architecture, quant: str) -> int:
-    """Bytes that stay in the host's memory when every layer is offloaded.
-
-    Token embeddings are looked up on the CPU (``CPU_Mapped model buffer`` of the log).
-    """
-    return sum(
-        size for tensor, size in tensor_bytes(architecture, quant) if tensor.role == "token_embd"
-    )
-
-
 def device_weight_bytes(architecture: Architecture, quant: str) -> int:
     """Bytes in the device's model buffer when every layer is offloaded.
 

@@ -6,7 +6,6 @@ sequence from its first token; paged holds whole blocks of what it has come to (
 ``v1/core/kv_cache_manager.py``), so only the last block has room to spare.
 """
 
-import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,49 +96,6 @@ def mean_holding(
         held = _blocks_to(last, block_size) - _blocks_to(first, block_size)
         paged += request.weight * block_size * held
     return Holding(Fraction(used, steps), Fraction(paged, steps), Fraction(max_model_len))
-
-
-def simulated_holding(
-    requests: Sequence[Request],
-    max_model_len: int,
-    block_size: int = BLOCK_SIZE,
-    *,
-    sequences: int = 16,
-    steps: int = 20_000,
-    seed: int = 0,
-) -> Holding:
-    """The same mean, counted step by step on ``sequences`` that draw requests by weight."""
-    _check(requests, max_model_len, block_size)
-    draw = random.Random(seed)
-    weights = [request.weight for request in requests]
-    running = [_Running(*_drawn(draw, requests, weights)) for _ in range(sequences)]
-    used = paged = 0
-    for _ in range(steps):
-        for index, sequence in enumerate(running):
-            if sequence.left == 0:
-                sequence = running[index] = _Running(*_drawn(draw, requests, weights))
-            sequence.tokens += 1
-            sequence.left -= 1
-            if sequence.tokens > sequence.blocks * block_size:
-                sequence.blocks = blocks(sequence.tokens, block_size)
-            used += sequence.tokens
-            paged += sequence.blocks * block_size
-    counted = steps * sequences
-    return Holding(Fraction(used, counted), Fraction(paged, counted), Fraction(max_model_len))
-
-
-@dataclass(slots=True)
-class _Running:
-    tokens: int
-    left: int
-    blocks: int = 0
-
-
-def _drawn(
-    draw: random.Random, requests: Sequence[Request], weights: Sequence[int]
-) -> tuple[int, int]:
-    request = draw.choices(requests, weights)[0]
-    return request.prompt_tokens, request.generation_tokens
 
 
 def _check(requests: Sequence[Request], max_model_len: int, block_size: int) -> None:
