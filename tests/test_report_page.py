@@ -196,7 +196,10 @@ def test_a_name_and_a_kind_filter_the_map_whose_largest_model_is_first(
     opened.choose(map_kind="")
     sizes = sizes_of(found)
     shown = opened.page.locator("#map-table tbody th").all_inner_texts()
-    assert [sizes[name] for name in shown] == sorted((sizes[name] for name in shown), reverse=True)
+    told = [sizes[text.split("\n")[0]] for text in shown]
+    assert told == sorted(told, reverse=True)
+    for text, parameters in zip(shown, told, strict=True):
+        assert float(text.split("\n")[1].rstrip("B")) == pytest.approx(parameters / 1e9, rel=0.05)
 
 
 def test_arrow_keys_go_through_the_map_and_a_cell_tells_what_the_estimate_says(

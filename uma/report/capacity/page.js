@@ -109,10 +109,12 @@
     box.title = box.dataset.detail;
     return box;
   }
-  function mapRow([name, cells]) {
+  function mapRow([name, parameters, cells]) {
     const place = 2 + data.contexts.indexOf(Number($("map-context").value));
     const stored = cells.findIndex(held => held !== null);
-    return row(name, cells.map((held, i) => cell(held, held && held[place], name, i && i === stored ? null : data.widths[i])));
+    const made = row(name, cells.map((held, i) => cell(held, held && held[place], name, i && i === stored ? null : data.widths[i])));
+    if (parameters) made.firstChild.append(element("small", `${digits(parameters / 1e9)}B`));
+    return made;
   }
   const runs = made => made.querySelector(".v-fits, .v-tight") !== null;
   function drawMap() {
@@ -120,7 +122,7 @@
     const named = machine().rows.filter(([name]) => name.toLowerCase().includes(words) && (!kind || data.models[name].includes(kind)));
     const rows = named.map(mapRow), running = rows.filter(runs);
     const rest = $("map-verdict").value ? [] : rows.filter(made => !runs(made));
-    head($("map-table"), ["Model, largest first", ...data.widths.map(bits => `${bits} bits, GiB`)]);
+    head($("map-table"), ["Model and parameters", ...data.widths.map(bits => `${bits} bits, GiB`)]);
     $("map-table").tBodies[0].replaceChildren(...running, ...rest);
     const first = $("map-table").querySelector("td");
     if (first) first.tabIndex = 0;

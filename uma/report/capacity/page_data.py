@@ -29,7 +29,7 @@ def _machine(machine: Doc, settings: Doc, sizes: Doc, terms: Terms) -> dict[str,
     return {
         "name": machine["name"],
         "limits": machine["budget"]["limits"],
-        "rows": [[row["model"], _cells(row, settings)] for row in rows],
+        "rows": [[row["model"], sizes[row["model"]], _cells(row, settings)] for row in rows],
         "models": [_model(model, terms) for model in machine["models"]],
     }
 
