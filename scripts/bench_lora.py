@@ -4,17 +4,24 @@
 
 Each kind is a small model with a vocabulary of 131,072 and 2 rows of 2,048 tokens, in float32. The
 peak is MLX's own counter less what was held before the step. The trainers take turns, so that
-whatever else the machine does befalls all of them; the figure is the median.
+whatever else the machine does befalls all of them; the figure is the median. Loss and gradients
+are compared with mlx_lm's at a quarter of the length.
+
+Where ``mlx_train_perf`` is installed, mlx_lm's trainer runs once more with its loss in chunks, and
+checkpointed; its other parts are Metal kernels. It asks for mlx 0.32.0, so that beside a later one
+it is ``pip install --no-deps mlx-train-perf``.
 """
 
 import argparse
 import contextlib
 import io
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +29,7 @@ from uma.paths import cache_folder
 from uma.runtime.blas import prepare_cpu
 
 VOCABULARY, LENGTH, ROWS = 131_072, 2_048, 2
+WARM_UP = 16  # tokens of a row, before anything is measured
 SMALL_VOCABULARY = 8_192
 _SMALL = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 1024}
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
@@ -53,7 +61,9 @@ class Dataset:
 
 
 def adapted_model(kind: str) -> Any:
+    """With factors that are not zero, so that every gradient is something."""
     import mlx.core as mx
+    from mlx.utils import tree_map_with_path
     from mlx_lm.tuner.utils import linear_to_lora_layers
     from models import CONFIGS, build_model
 
@@ -61,16 +71,21 @@ def adapted_model(kind: str) -> Any:
     model = build_model(CONFIGS[base] | overrides)
     model.freeze()
     linear_to_lora_layers(model, len(model.layers), ADAPTER)
+
+    def drawn(name: str, value: mx.array) -> mx.array:
+        return 0.05 * mx.random.normal(value.shape) if name.endswith("lora_b") else value
+
+    model.update(tree_map_with_path(drawn, model.trainable_parameters()))
     mx.eval(model.parameters())
     model.train()
     return model
 
 
-def theirs(model: Any, data: Dataset, length: int, *, checkpoint: bool, steps: int) -> list[float]:
-    """Seconds of each step of ``mlx_lm.tuner.trainer.train``."""
+def theirs(model: Any, length: int, *, checkpoint: bool, loss: Any = None) -> list[float]:
+    """Seconds of a step of ``mlx_lm.tuner.trainer.train``."""
     import mlx.optimizers as optim
     from mlx_lm.tuner.callbacks import TrainingCallback
-    from mlx_lm.tuner.trainer import TrainingArgs, train
+    from mlx_lm.tuner.trainer import TrainingArgs, default_loss, train
 
     seconds: list[float] = []
 
@@ -83,51 +98,103 @@ def theirs(model: Any, data: Dataset, length: int, *, checkpoint: bool, steps: i
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         arguments = TrainingArgs(
             batch_size=ROWS,
-            iters=steps,
+            iters=1,
             steps_per_report=1,
             max_seq_length=length + 1,
             adapter_file=f"{folder}/adapters.safetensors",
             grad_checkpoint=checkpoint,
         )
         adam = optim.Adam(learning_rate=1e-5)
-        train(model, adam, data, args=arguments, training_callback=Times())
+        train(
+            model,
+            adam,
+            Dataset(length),
+            args=arguments,
+            loss=loss or default_loss,
+            training_callback=Times(),
+        )
     layer_class.__call__ = own_call  # grad_checkpoint changes the class for good
     return seconds
 
 
-def ours(model: Any, data: Dataset, *, steps: int) -> list[float]:
-    """Seconds of each of our steps, the optimizer's update included."""
-    import mlx.core as mx
-    import mlx.optimizers as optim
+def batch_of_rows(data: Dataset) -> Any:
+    """All rows, each token of equal weight, as our step takes them."""
     import numpy as np
-    from mlx.utils import tree_unflatten
 
-    from uma.runtime.lora.step import Batch, loss_and_gradients
+    from uma.runtime.lora.step import Batch
 
-    adam = optim.Adam(learning_rate=1e-5)
     rows = np.array(data.rows)
     targets = rows[:, 1:]
-    batch = Batch(rows[:, :-1], targets, np.full(targets.shape, 1 / targets.size, np.float32))
-    seconds = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        _, gradients = loss_and_gradients(model, batch)
-        adam.update(model, tree_unflatten(list(gradients.items())))
-        mx.eval(model.trainable_parameters(), adam.state)
-        seconds.append(time.perf_counter() - start)
-    return seconds
+    return Batch(rows[:, :-1], targets, np.full(targets.shape, 1 / targets.size, np.float32))
+
+
+def ours(model: Any, length: int) -> list[float]:
+    """Seconds of one of our steps, the optimizer's update included."""
+    import mlx.core as mx
+    import mlx.optimizers as optim
+    from mlx.utils import tree_unflatten
+
+    from uma.runtime.lora.step import loss_and_gradients
+
+    adam, batch = optim.Adam(learning_rate=1e-5), batch_of_rows(Dataset(length))
+    start = time.perf_counter()
+    _, gradients = loss_and_gradients(model, batch)
+    adam.update(model, tree_unflatten(list(gradients.items())))
+    mx.eval(model.trainable_parameters(), adam.state)
+    return [time.perf_counter() - start]
+
+
+def differences(model: Any, data: Dataset) -> dict[str, float]:
+    """How far loss and gradients are from mlx_lm's, each over its norm; of gradients the worst."""
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx.utils import tree_flatten
+    from mlx_lm.tuner.trainer import default_loss
+
+    from uma.runtime.lora.step import loss_and_gradients
+
+    rows = mx.array(data.rows)
+    lengths = mx.array([[0, rows.shape[1]]] * rows.shape[0])
+    (loss, _), tree = nn.value_and_grad(model, default_loss)(model, rows, lengths)
+    wanted = dict(tree_flatten(tree))
+    mx.eval(loss, wanted)
+    own, gradients = loss_and_gradients(model, batch_of_rows(data))
+    norm = mx.linalg.norm
+    worst: Any = max((norm(gradients[n] - g) / norm(g)).item() for n, g in wanted.items())
+    return {"loss": abs(own.item() / loss.item() - 1), "gradient": worst}
+
+
+def peer_loss(model: Any) -> Any:
+    """The loss of ``mlx_train_perf``, or why there is none."""
+    try:
+        from mlx_train_perf.adapters.mlx_lm import make_loss_fn
+        from mlx_train_perf.errors import MlxTrainPerfError
+    except ImportError:
+        return "mlx_train_perf is not installed"
+    try:
+        return make_loss_fn(model, impl="chunked")
+    except MlxTrainPerfError as error:
+        return str(error)
 
 
 def measured(kind: str, length: int, turns: int) -> dict[str, Any]:
-    """Peak bytes above the resting weights and median seconds a step of the three trainers."""
+    """Peak bytes above the resting weights and median seconds a step of the trainers."""
     import mlx.core as mx
 
-    model, data = adapted_model(kind), Dataset(length)
-    runs = {
-        "uma": lambda: ours(model, data, steps=1),
-        "mlx_lm_checkpoint": lambda: theirs(model, data, length, checkpoint=True, steps=1),
-        "mlx_lm": lambda: theirs(model, data, length, checkpoint=False, steps=1),
+    model = adapted_model(kind)
+    exact = differences(model, Dataset(length // 4))
+    runs: dict[str, Callable[[int], list[float]]] = {
+        "uma": lambda n: ours(model, n),
+        "mlx_lm_checkpoint": lambda n: theirs(model, n, checkpoint=True),
+        "mlx_lm": lambda n: theirs(model, n, checkpoint=False),
     }
+    peer = peer_loss(model)
+    if callable(peer):
+        runs["mlx_train_perf"] = lambda n: theirs(model, n, checkpoint=True, loss=peer)
+    else:
+        print(f"{kind}: no mlx_train_perf: {peer}", file=sys.stderr)
+    for run in runs.values():
+        run(WARM_UP)  # compiles kernels
     peaks: dict[str, int] = dict.fromkeys(runs, 0)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(turns):
@@ -135,22 +202,24 @@ def measured(kind: str, length: int, turns: int) -> dict[str, Any]:
             mx.clear_cache()
             resting = mx.get_active_memory()
             mx.reset_peak_memory()
-            seconds[name] += run()
+            seconds[name] += run(length)
             peaks[name] = max(peaks[name], mx.get_peak_memory() - resting)
             print(kind, name, seconds[name][-1], peaks[name] / 2**20, file=sys.stderr, flush=True)
+
+    def time_share(other: str) -> float:
+        pairs = zip(seconds["uma"], seconds[other], strict=True)
+        return round(statistics.median(a / b for a, b in pairs), 3)
+
+    others = [name for name in runs if name != "uma"]
     return {
         "kind": kind,
         "length": length,
+        "load": round(os.getloadavg()[0], 1),
+        "relative_difference": exact,
         "peak_bytes": peaks,
         "s_per_step": {name: round(statistics.median(s), 3) for name, s in seconds.items()},
-        "peak_share": round(peaks["uma"] / peaks["mlx_lm"], 4),
-        "peak_share_of_checkpoint": round(peaks["uma"] / peaks["mlx_lm_checkpoint"], 4),
-        "time_share_of_checkpoint": round(
-            statistics.median(
-                a / b for a, b in zip(seconds["uma"], seconds["mlx_lm_checkpoint"], strict=True)
-            ),
-            3,
-        ),
+        "peak_share": {name: round(peaks["uma"] / peaks[name], 4) for name in others},
+        "time_share": {name: time_share(name) for name in others},
     }
 
 
@@ -192,6 +261,14 @@ def packing(examples: int) -> dict[str, Any]:
     return found
 
 
+def results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    if options.packing:
+        yield packing(options.packing)
+    every = [] if options.packing else [kind for kind in KINDS if kind != "layers"]
+    for kind in options.kinds or every:
+        yield measured(kind, options.length, options.turns)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kinds", nargs="*", default=[])
@@ -204,10 +281,9 @@ def main() -> int:
     import mlx.core as mx
     import mlx_lm
 
-    rows: list[dict[str, Any]] = [packing(options.packing)] if options.packing else []
-    for kind in options.kinds or ([] if options.packing else [k for k in KINDS if k != "layers"]):
-        rows.append(measured(kind, options.length, options.turns))
-    for row in rows:
+    rows = []
+    for row in results(options):
+        rows.append(row)
         print(json.dumps(row), flush=True)
     if options.output:
         versions = {"mlx": mx.__version__, "mlx_lm": mlx_lm.__version__, "blas": blas.name}

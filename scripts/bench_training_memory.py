@@ -4,7 +4,7 @@
 Usage: bench_training_memory.py [--trainer mlx_lm|uma] [-o FILE.json] [KIND ...]
 
 Small random models of ``tests/models.py``. Of ``mlx_lm`` each case is a process of its own: two
-iterations of ``mlx_lm.tuner.trainer.train`` with its defaults. Of ``uma`` the peak is that of three
+iterations of ``mlx_lm.tuner.trainer.train`` with its defaults. Of ``uma`` the peak is that of some
 steps after a first one. ``tests/data/training_memory_{mlx,own}.json`` hold what this printed;
 ``tests/test_training_{mlx,own}.py`` compare the predictions with them.
 """
@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ GROUP_SIZE = 32
 
 def cases(kinds: list[str]) -> list[dict[str, Any]]:
     """Every kind of layer by method, with and without checkpointing; no DoRA of experts."""
-    return [
+    few = [
         {"kind": kind, "length": length, "method": method, "checkpoint": checkpoint}
         for length in LENGTHS
         for kind in kinds
@@ -39,10 +40,30 @@ def cases(kinds: list[str]) -> list[dict[str, Any]]:
         if not (method == "dora" and kind in ("latent", "moe", "hybrid"))
         if not (length > LENGTHS[0] and kind in ("recurrent", "hybrid"))
     ]
+    return [*few, *deep_cases(kinds)]
+
+
+def deep_cases(kinds: list[str]) -> list[dict[str, Any]]:
+    """More layers; with all tokens of a gated delta rule in the graph, fewer of both."""
+    return [
+        {"kind": kind, "length": length, "method": method, "checkpoint": checkpoint}
+        | {"layers": layers}
+        for kind in kinds
+        for layers, length in ([(8, 129)] if kind == "hybrid" else [(12, 257), (24, 257)])
+        for method in ("lora", "full")
+        for checkpoint in (False, True)
+    ]
+
+
+def config_of(case: dict[str, Any]) -> dict[str, Any]:
+    from models import CONFIGS
+
+    config = CONFIGS[case["kind"]]
+    return config | {"num_hidden_layers": case.get("layers", config["num_hidden_layers"])}
 
 
 def own_cases(kinds: list[str]) -> list[dict[str, Any]]:
-    """A grid of shapes around one case of each kind of layer."""
+    """A grid of shapes around one case of each kind of layer, narrow layers and wide ones."""
     first = {"method": "lora", "rank": 8, "bits": None, "batch": 2, "length": 256, "vocab": 384}
     first |= {"optimizer": "adam", "layers": 4}
     changes: list[dict[str, Any]] = [{}, {"rank": 64}, {"bits": 4}, {"method": "full"}]
@@ -58,10 +79,47 @@ def own_cases(kinds: list[str]) -> list[dict[str, Any]]:
     return [
         first | change | {"kind": kind}
         for kind in kinds
-        for change in [*changes, *(dense if kind == "full" else [])]
+        for change in [*changes, *(dense if kind == "full" else []), *wide_changes(kind)]
         if not (change.get("length", 0) > 256 and kind in ("recurrent", "hybrid"))
+        or "wide" in change
     ]
 
+
+def wide_changes(kind: str) -> list[dict[str, Any]]:
+    """Wider layers: methods, shapes, optimizers, accumulation, packing, slices."""
+    changes: list[dict[str, Any]] = [{}, {"bits": 4}, {"method": "full"}, {"vocab": 8192}]
+    if kind in ("full", "sliding", "recurrent"):
+        changes += [{"method": "dora"}, {"method": "dora", "bits": 4}]
+    changes += [{"batch": 1, "length": n} for n in (256, 512, 1024)]
+    changes += [{"length": 512}, {"batch": 4}]
+    changes += [{"method": "full", "optimizer": name} for name in ("adamw8bit", "adafactor")]
+    changes += [{"accumulation": 2}, {"method": "full", "accumulation": 2}]
+    changes += [{"loss_slice": 1 << 18}]
+    if kind in ("full", "sliding", "recurrent"):  # MLX's CPU backend gathers matrices in float32
+        changes += [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "method": "full"}]
+    if kind not in ("recurrent", "hybrid"):
+        changes += [{"attention_slice": 1 << 18}, {"length": 512, "packed": 100}]
+    if kind in ("full", "recurrent"):
+        changes += [{"batch": 1, "length": 2048}, {"vocab": 131_072}]
+    return [{"wide": True, "vocab": 1024, "optimizer": "adamw"} | change for change in changes]
+
+
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "head_dim": 32,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "sliding_window": 128,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "num_heads": 8,
+    "state_size": 64,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+}
+"""Of ``own_cases``, where a kind has the key. Mamba-2's heads and latent ones follow from it."""
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "lion", "adafactor", "muon")
 
@@ -70,12 +128,18 @@ def own_config(case: dict[str, Any]) -> dict[str, Any]:
     from models import CONFIGS
 
     config = CONFIGS[case["kind"]]
+    if case.get("wide"):
+        own = {"num_key_value_heads": 8} if case["kind"] == "latent" else {}
+        config = config | {key: WIDE[key] for key in WIDE if key in config} | own
     layers = case["layers"] if case["kind"] == "full" else config["num_hidden_layers"]
     return {**config, "vocab_size": case["vocab"], "num_hidden_layers": layers}
 
 
 def own_measured(case: dict[str, Any]) -> dict[str, Any]:
-    """The peak of three of our steps, updates included, and what was there before."""
+    """The peak of our steps, updates included, and what was there before.
+
+    Of three steps or, as evaluation runs ahead by chance, as many as take ten seconds.
+    """
     import mlx.core as mx
     import mlx.nn as nn
     import numpy as np
@@ -86,7 +150,7 @@ def own_measured(case: dict[str, Any]) -> dict[str, Any]:
     from uma.runtime.lora.optimizer import make_optimizer
     from uma.runtime.lora.step import Batch, loss_and_gradients
 
-    model = build_model(own_config(case))
+    model = build_model(own_config(case), dtype=case.get("dtype", "float32"))
     if case["bits"]:
         nn.quantize(model, GROUP_SIZE, case["bits"])
     model.freeze()
@@ -101,18 +165,37 @@ def own_measured(case: dict[str, Any]) -> dict[str, Any]:
     rows = np.random.default_rng(0).integers(3, case["vocab"], (case["batch"], case["length"] + 1))
     targets = rows[:, 1:]
     weights = np.full(targets.shape, 1 / targets.size, np.float32)
+    segments = None
+    if "packed" in case:
+        segments = np.broadcast_to(np.arange(targets.shape[1]) // case["packed"], targets.shape)
+    batch = Batch(rows[:, :-1], targets, weights, segments)
+    slices: dict[str, int] = {}
+    if "loss_slice" in case:
+        slices["loss_rows"] = case["loss_slice"] // (4 * case["vocab"])
+    if "attention_slice" in case:
+        slices["attention_slice_bytes"] = case["attention_slice"]
     optimizer = make_optimizer(case["optimizer"], 1e-5)
 
     def step() -> None:
-        _, gradients = loss_and_gradients(model, Batch(rows[:, :-1], targets, weights))
+        gradients: dict[str, Any] = {}
+        for _ in range(case.get("accumulation", 1)):
+            _, found = loss_and_gradients(model, batch, **slices)
+            if gradients:
+                found = {name: gradients[name] + value for name, value in found.items()}
+                mx.eval(found)
+            gradients = found
         optimizer.update(model, tree_unflatten(list(gradients.items())))
         mx.eval(model.trainable_parameters(), optimizer.state)
 
     step()
+    mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    for _ in range(3):
+    started = time.perf_counter()
+    done = 0
+    while done < 3 or (done < 20 and time.perf_counter() - started < 10):
         step()
+        done += 1
     return {"before_bytes": before, "peak_bytes": mx.get_peak_memory()}
 
 
@@ -133,12 +216,16 @@ def own_predicted(case: dict[str, Any]) -> int:
         num_layers=None,
         batch_size=case["batch"],
         max_seq_length=case["length"] + 1,
-        dtype="float32",
+        dtype=case.get("dtype", "float32"),
         quantized=f"{case['bits']}bit" if case["bits"] else "",
-        optimizer=case["optimizer"],
+        optimizer=case["optimizer"].replace("adamw8bit", "adamw-8bit"),
+        grad_accumulation_steps=case.get("accumulation", 1),
     )
-    weights = weight_bytes(architecture, form, 4)
-    return peak(own_training_terms(architecture, weights, workload, backend="cpu"))[1]
+    names = {"loss_slice": "loss_slice_bytes", "attention_slice": "attention_slice_bytes"}
+    names |= {"packed": "packed_tokens"}
+    more = {name: case[key] for key, name in names.items() if key in case}
+    weights = weight_bytes(architecture, form, workload.dtype_bytes)
+    return peak(own_training_terms(architecture, weights, workload, backend="cpu", **more))[1]
 
 
 class Rows:
@@ -163,9 +250,9 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
     import mlx.optimizers as optim
     from mlx_lm.tuner.trainer import TrainingArgs, train
     from mlx_lm.tuner.utils import linear_to_lora_layers
-    from models import CONFIGS, build_model
+    from models import build_model
 
-    config = CONFIGS[case["kind"]]
+    config = config_of(case)
     model = build_model(config)
     model.freeze()
     if case["method"] == "full":
@@ -201,15 +288,13 @@ def measured_apart(case: dict[str, Any]) -> dict[str, Any]:
 
 def predicted(case: dict[str, Any]) -> int:
     """The estimate of the same case."""
-    from models import CONFIGS
-
     from uma.architecture import architecture_from_config
     from uma.engines.mlx_training import training_terms
     from uma.ledger import peak
     from uma.memory.weights import weight_bytes
     from uma.workload import TrainingWorkload
 
-    architecture = architecture_from_config(CONFIGS[case["kind"]])
+    architecture = architecture_from_config(config_of(case))
     workload = TrainingWorkload(
         method=case["method"],
         rank=RANK,
@@ -233,10 +318,15 @@ def main() -> int:
     if options.case:
         print(json.dumps(measured(json.loads(options.case))))
         return 0
+    own = options.trainer == "uma"
+    if own:  # as ``uma lora`` does
+        from uma.paths import cache_folder
+        from uma.runtime.blas import prepare_cpu
+
+        prepare_cpu(cache_folder())
     import mlx.core as mx
     import mlx_lm
 
-    own = options.trainer == "uma"
     rows = []
     for case in own_cases(options.kinds) if own else cases(options.kinds):
         row = {**case, **(own_measured(case) if own else measured_apart(case))}

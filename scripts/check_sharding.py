@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,17 @@ import torch.multiprocessing as processes
 
 WIDTHS = {"even": (64, 96, 32), "odd": (37, 101, 11)}  # of two linear layers
 STAGES, DEVICES, SHARDS = (1, 2, 3), 2, 4
+GATHERED = {  # as a large model is: nothing stays between passes
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
+DEEPSPEED = [
+    {"model": model, "stage": stage, "offload": offload, "batches": batches}
+    for model, stage, offload, batches in product(WIDTHS, STAGES, ("", "optimizer", "all"), (1, 3))
+    if offload != "all" or stage == 3
+]
 ESTIMATED = ((2_851_000_000, 32_000_000), (7_241_732_096, 218_112_000), (70_553_706_496, 1 << 30))
 GROUPS = ((8, 1), (1, 1), (8, 4))  # devices of a node, nodes
 CONFIG = {
@@ -48,48 +60,105 @@ def _local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def deepspeed_process(rank: int, name: str, stage: int, port: int, folder: str) -> None:
-    """One device: a step, and the sizes of what it keeps."""
+COLLECTIVES = {
+    "all_reduce": ("all_reduce",),
+    "reduce_scatter": ("reduce_scatter_fn", "reduce_scatter_tensor", "reduce_scatter"),
+    "all_gather": ("allgather_fn", "all_gather_into_tensor", "all_gather"),
+}
+
+
+class Sent:
+    """Bytes of tensors that DeepSpeed gives to each kind of collective operation."""
+
+    def __init__(self, comm: Any) -> None:
+        self.found = dict.fromkeys(COLLECTIVES, 0)
+        for kind, names in COLLECTIVES.items():
+            for name in names:
+                setattr(comm, name, self._counting(kind, getattr(comm, name)))
+
+    def _counting(self, kind: str, call: Any) -> Any:
+        def counted(first: Any, *rest: Any, **more: Any) -> Any:
+            tensors = [t for t in (first, *rest) if isinstance(t, torch.Tensor)]
+            before = dict(self.found)
+            result = call(first, *rest, **more)  # which may call another of them
+            if self.found == before:
+                self.found[kind] += max(t.nbytes for t in tensors)
+            return result
+
+        return counted
+
+
+def deepspeed_process(rank: int, file: str) -> None:
+    """One device: an update of each kind, and the sizes of what it keeps and sends."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": DEVICES, "LOCAL_SIZE": DEVICES}
     os.environ.update({key: str(value) for key, value in place.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29650", DS_ACCELERATOR="cpu")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", rank=rank, world_size=DEVICES)
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled here
-    model = model_of(name)
-    config = {**CONFIG, "zero_optimization": {"stage": stage}}
+    sent = Sent(deepspeed.comm)
+    rows = [{**asked, "devices": DEVICES, **updated(asked, sent)} for asked in DEEPSPEED]
+    if rank == 0:
+        Path(file).write_text(json.dumps(rows))
+
+
+def updated(asked: dict[str, Any], sent: Sent) -> dict[str, Any]:
+    import deepspeed
+
+    model = model_of(asked["model"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, zero, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
-        dist_init_required=False,
-        config=config,
+        model=model, optimizer=optimizer, dist_init_required=False, config=config_of(asked)
     )
-    engine.backward(engine(torch.ones(1, WIDTHS[name][0], dtype=torch.bfloat16)).float().sum())
-    engine.step()
+    sent.found = dict.fromkeys(sent.found, 0)
+    row = torch.ones(1, WIDTHS[asked["model"]][0], dtype=torch.bfloat16)
+    for _ in range(asked["batches"]):
+        engine.backward(engine(row).float().sum())
+        engine.step()
+    return {**kept_bytes(engine, zero, asked), "sent_bytes": dict(sent.found)}
+
+
+def config_of(asked: dict[str, Any]) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": asked["stage"], **GATHERED}
+    if asked["offload"]:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if asked["offload"] == "all":
+        zero["offload_param"] = {"device": "cpu"}
+    batches = {"gradient_accumulation_steps": asked["batches"]}
+    return {**CONFIG, **batches, "zero_optimization": zero}
+
+
+def kept_bytes(engine: Any, zero: Any, asked: dict[str, Any]) -> dict[str, int]:
+    """What the objects of one device keep after the update, on the device and on the host."""
+    third = asked["stage"] == 3
     parameters = list(engine.module.parameters())
-    own = [p.ds_tensor for p in parameters] if stage == 3 else parameters
-    flat = zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups
-    found = {
+    own = [p.ds_tensor for p in parameters] if third else parameters
+    flat = zero.fp32_partitioned_groups_flat if third else zero.single_partition_of_fp32_groups
+    buffers = {
+        "float32_gradient_bytes": [p.grad for p in flat if p.grad is not None],
+        "gradient_buffer_bytes": [zero.grad_partitions_flat_buffer] if third else [],
+        "weight_copy_bytes": getattr(zero, "param_buffer_of_bit16_for_cpu_offload_groups", []),
+        "sum_bytes": list(getattr(zero, "accumulated_grads_in_cpu", {}).values()),
+        "largest_bytes": [getattr(zero, "temp_grad_buffer_for_cpu_offload", torch.empty(0))],
+        "largest_on_device_bytes": [
+            getattr(zero, "temp_grad_buffer_for_gpu_offload", torch.empty(0))
+        ],
+    }
+    return {
         "parameter_bytes": sum(p.nbytes for p in own),
         "master_bytes": sum(p.nbytes for p in flat),
         "state_bytes": state_bytes(zero.optimizer),
+        **{name: sum(t.nbytes for t in tensors) for name, tensors in buffers.items()},
     }
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
 
 
 def deepspeed_rows() -> list[dict[str, Any]]:
-    rows = []
-    for number, (name, stage) in enumerate((n, s) for n in WIDTHS for s in STAGES):
-        with tempfile.TemporaryDirectory() as folder:
-            processes.spawn(
-                deepspeed_process, args=(name, stage, 29650 + number, folder), nprocs=DEVICES
-            )
-            found = json.loads(Path(folder, "found.json").read_text())
-        rows.append({"model": name, "stage": stage, "devices": DEVICES, **found})
-    return rows
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "found.json")
+        processes.spawn(deepspeed_process, args=(str(file),), nprocs=DEVICES)
+        return list(json.loads(file.read_text()))
 
 
 def fsdp_rows() -> list[dict[str, Any]]:

@@ -3,10 +3,10 @@
 
 Usage: check_torch.py FILE.json  (in an environment with torch, transformers and peft)
 
-Small Llamas with random weights take one step on the CPU. Parameters, gradients and optimizer
-states are counted from the objects; the peak is that of all storages alive, seen by a dispatch
-mode, above the parameters and states. ``tests/data/torch_training.json`` is what this wrote, with
-versions; ``tests/test_torch_golden.py`` compares the torch engine with it.
+Small Llamas, and mixtures of experts, with random weights take one step on the CPU. Parameters,
+gradients and optimizer states are counted from the objects; the peak is that of all storages alive,
+seen by a dispatch mode, above the parameters and states. ``tests/data/torch_training.json`` is what
+this wrote, with versions; ``tests/test_torch_golden.py`` compares the torch engine with it.
 """
 
 import json
@@ -30,6 +30,19 @@ CONFIG = {
     "vocab_size": 2048,
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
+}
+EXPERTS = {
+    "mixtral": {"intermediate_size": 256, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {"intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4},
+    "qwen3_moe": {
+        "moe_intermediate_size": 128,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "head_dim": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
 }
 RANK, BATCH, LENGTH = 8, 2, 256
 TARGETS = {"attention": ["q_proj", "k_proj", "v_proj", "o_proj"], "all": "all-linear"}
@@ -67,9 +80,11 @@ class Alive(TorchDispatchMode):
 
 
 def model_of(case: dict[str, Any]) -> Any:
-    """A Llama in the case's dtype, with adapters where it trains them."""
-    config = transformers.LlamaConfig(**CONFIG, attn_implementation="eager")
-    model = transformers.LlamaForCausalLM(config).to(getattr(torch, case["dtype"]))
+    """A model of the case's family in its dtype, with adapters where it trains them."""
+    family = case.get("family", "llama")
+    config = transformers.AutoConfig.for_model(family, **CONFIG | EXPERTS.get(family, {}))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = model.to(getattr(torch, case["dtype"]))
     if case["method"] != "full":
         model = peft.get_peft_model(
             model,
@@ -121,6 +136,11 @@ def cases() -> list[dict[str, Any]]:
     found.append(
         {"dtype": "bfloat16", "checkpoint": True, "method": "dora", "targets": "attention"}
     )
+    for family in EXPERTS:
+        for checkpoint in (False, True):
+            base = {"family": family, "dtype": "bfloat16", "checkpoint": checkpoint}
+            found.append({**base, "method": "full", "targets": ""})
+            found.append({**base, "method": "lora", "targets": "attention"})
     return found
 
 
@@ -128,7 +148,8 @@ def main(path: Path) -> int:
     rows = [{**case, **measured(case)} for case in cases()]
     versions = {m.__name__: m.__version__ for m in (torch, transformers, peft)}
     shape = {"rank": RANK, "batch_size": BATCH, "length": LENGTH}
-    document = {"versions": versions, "config": CONFIG, **shape, "rows": rows}
+    models = {"config": CONFIG, "experts": EXPERTS}
+    document = {"versions": versions, **models, **shape, "rows": rows}
     path.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 

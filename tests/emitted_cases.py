@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from uma.architecture import architecture_from_config
-from uma.engines.torch_model import Settings
 from uma.plan.emit.accelerate import script
 from uma.plan.emit.device_map import Device, modules_of
 from uma.plan.emit.peft import Training
 from uma.plan.emit.training import TrainingTarget
+from uma.plan.training.stacks import Stack
 from uma.workload import Sharding, TrainingWorkload
 
 MODEL = "a/tiny-llama"
@@ -63,6 +63,10 @@ TRAINING: dict[str, tuple[TrainingTarget, Training]] = {
     "LoRA": ("peft", training(grad_checkpoint=1)),
     "DoRA of two matrices": ("peft", training(method="dora", targets=("q_proj", "v_proj"))),
     "QLoRA": ("peft", training(quantized="nf4-double", grad_checkpoint=1)),
+    "QLoRA, prepared": (
+        "peft",
+        replace(training(quantized="nf4", grad_checkpoint=1), stack=Stack(prepare_kbit=True)),
+    ),
     "LoRA of an 8-bit base, last layers": ("peft", training(quantized="int8", num_layers=2)),
     "full": ("peft", training(method="full", grad_accumulation_steps=2)),
     "full, last layers": ("peft", training(method="full", num_layers=2, optimizer="adafactor")),
@@ -91,7 +95,7 @@ TRAINING: dict[str, tuple[TrainingTarget, Training]] = {
         "fsdp",
         replace(
             training(method="full", grad_checkpoint=1, sharding=_zero(3, fsdp=True)),
-            settings=Settings(weight_width=4),
+            stack=Stack(precision="mixed"),
         ),
     ),
     "FSDP 1, LoRA": ("fsdp", training(grad_checkpoint=1, sharding=_zero(3, 4, fsdp=True))),

@@ -1,7 +1,9 @@
 """What plain mlx-lm 0.32.2 does with data and adapters, run here, beside what we do.
 
 A case is named by its number in the collection that this project was begun with (V, F and G: seen
-in mlx-lm, adapters and conversion, data). ``COVERED`` names the tests elsewhere that answer one.
+in mlx-lm, adapters and conversion, data; those of group E are in ``test_cases_training.py``).
+``COVERED`` names the tests elsewhere that answer one; what is about memory is measured in
+``test_cases_lora_memory.py``.
 """
 
 import json
@@ -12,11 +14,18 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.datasets import CacheDataset, ChatDataset, TextDataset, load_local_dataset
 from mlx_lm.tuner.dora import DoRALinear
-from mlx_lm.tuner.trainer import default_loss, grad_checkpoint, iterate_batches
+from mlx_lm.tuner.trainer import (
+    TrainingArgs,
+    default_loss,
+    grad_checkpoint,
+    iterate_batches,
+    train,
+)
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import _parse_size
 from models import CONFIGS, build_model
@@ -25,10 +34,12 @@ from test_dataset import Letters, Thinking, chat_row, example, shown, written
 from uma.dataset.batches import batch_plan, padded_length
 from uma.dataset.examples import example_of, fit
 from uma.dataset.rows import read_rows
-from uma.errors import CheckpointError, DataError, UnsupportedModel
+from uma.errors import CheckpointError, DataError, UnsupportedModel, UsageError
+from uma.measurement.run_folder import Progress, State, require_free
 from uma.runtime.lora.adapter import Adapter, load_adapter, put_adapter, save_adapter
 from uma.runtime.lora.batching import batch_of
 from uma.runtime.lora.calls import intercepted, own_call
+from uma.runtime.lora.checkpoint import save_checkpoint
 from uma.units import GIB, parse_bytes
 
 TESTS = Path(__file__).parent
@@ -44,16 +55,20 @@ COVERED = {
     "F5": "test_lora_config.py::test_what_is_wrong_in_the_file_is_named",
     "G2": "test_lora_eval.py::test_the_loss_does_not_depend_on_the_batch",
 }
-CASES = [*(f"V{n}" for n in (*range(3, 12), *range(27, 32))), *(f"F{n}" for n in range(1, 6))]
+CASES = [*(f"V{n}" for n in (*range(3, 12), *range(20, 32))), *(f"F{n}" for n in range(1, 9))]
 CASES += [f"G{n}" for n in range(1, 6)]
 
 
+def cases_of(file: str) -> set[str]:
+    """The numbers that begin the docstrings of a file's tests."""
+    text = (TESTS / file).read_text(encoding="utf-8")
+    found = re.findall(r'^    """((?:[EFGV]\d+(?:, )?)+):', text, re.MULTILINE)
+    return {case for line in found for case in line.split(", ")}
+
+
 def test_every_case_is_tested_here_or_where_it_is_said_to_be() -> None:
-    text = Path(__file__).read_text(encoding="utf-8")
-    here = set()
-    for line in re.findall(r'^    """((?:[VFG]\d+(?:, )?)+):', text, re.MULTILINE):
-        here |= set(line.split(", "))
-    assert {*COVERED, *here} == set(CASES)
+    here = cases_of("test_cases_lora.py") | cases_of("test_cases_lora_memory.py")
+    assert {*COVERED, *here} - {f"E{n}" for n in range(1, 24)} == set(CASES)
     for case, place in COVERED.items():
         file, _, name = place.partition("::")
         assert f"def {name}(" in (TESTS / file).read_text(encoding="utf-8"), case
@@ -77,7 +92,7 @@ class Theirs:
 
 
 def test_dora_on_odd_bits_is_refused_by_name() -> None:
-    """V4: it is built with the wrong width, and fails in the first product of matrices."""
+    """V4, E17: it is built with the wrong width, and fails in the first product of matrices."""
     layer = nn.QuantizedLinear.from_linear(nn.Linear(960, 64, bias=False), 64, 6)
     with pytest.raises(ValueError, match="matmul"):
         DoRALinear.from_base(layer)(mx.zeros((1, 960)))
@@ -99,7 +114,7 @@ def test_rows_of_like_length_share_a_batch() -> None:
 
 
 def test_a_row_that_loses_every_answer_is_dropped() -> None:
-    """V6: nothing is supervised, the loss is 0 / 0, and every gradient is NaN."""
+    """V6, E8: nothing is supervised, the loss is 0 / 0, and every gradient is NaN."""
 
     class Model(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -120,7 +135,7 @@ def test_a_row_that_loses_every_answer_is_dropped() -> None:
 
 
 def test_a_thought_in_the_generation_prompt_leaves_the_answer_supervised() -> None:
-    """V7: the offset is past the end of the row: nothing is supervised, as above."""
+    """V7, E8: the offset is past the end of the row: nothing is supervised, as above."""
     row = chat_row("hi", "y")
     data = ChatDataset([row.data], Theirs(Thinking()), mask_prompt=True)
     tokens, offset = data.process(row.data)
@@ -129,7 +144,7 @@ def test_a_thought_in_the_generation_prompt_leaves_the_answer_supervised() -> No
 
 
 def test_every_answer_of_a_chat_is_supervised() -> None:
-    """V8: one offset, behind all answers but the last."""
+    """V8, E9: one offset, behind all answers but the last."""
     row = chat_row("hi", "first", "and", "second")
     data = ChatDataset([row.data], Theirs(Letters()), mask_prompt=True)
     tokens, offset = data.process(row.data)
@@ -185,7 +200,7 @@ def adapted() -> Any:
 def test_another_adapter_is_refused_with_what_differs(
     tmp_path: Path, arrays: dict[str, tuple[int, ...]], text: str
 ) -> None:
-    """V10: other keys are passed over, another rank takes the place of the asked one."""
+    """V10, E14: other keys are passed over, another rank takes the place of the asked one."""
     file = tmp_path / "adapters.safetensors"
     mx.save_safetensors(str(file), {name: mx.ones(shape) for name, shape in arrays.items()})
     theirs = adapted()
@@ -198,13 +213,37 @@ def test_another_adapter_is_refused_with_what_differs(
 
 
 def test_an_adapter_is_all_that_trains(tmp_path: Path) -> None:
-    """V11: after ``load_adapters`` the whole base would train."""
+    """V11, E13: after ``load_adapters`` the whole base would train."""
     asked = Adapter(num_layers=1, rank=4, keys=("self_attn.q_proj",))
     trained = put_adapter(build_model(CONFIGS["full"]), asked)
     save_adapter(tmp_path, trained, asked.config())
     theirs = load_adapters(build_model(CONFIGS["full"]), str(tmp_path))
     assert len(tree_flatten(theirs.trainable_parameters())) > 30
     assert sorted(trained) == [f"{QUERY}.lora_a", f"{QUERY}.lora_b"]
+
+
+def test_a_checkpoint_holds_more_than_the_adapter(tmp_path: Path) -> None:
+    """E12: numbered files of the adapter alone, over which a second run writes its own."""
+    data = [(list(range(1, 33)), 0)]
+    arguments = TrainingArgs(
+        batch_size=1, iters=1, steps_per_save=1, adapter_file=str(tmp_path / "adapters.safetensors")
+    )
+    written = []
+    for rate in (1e-3, 1e-2):
+        model = adapted()
+        train(model, optim.Adam(rate), data, args=arguments)
+        (numbered,) = tmp_path.glob("0*.safetensors")
+        written.append(mx.load(str(numbered)))
+        mx.eval(written[-1])  # before the file has other contents
+    first, second = written
+    assert first.keys() == second.keys() == dict(tree_flatten(model.trainable_parameters())).keys()
+    assert not mx.array_equal(first[f"{QUERY}.lora_b"], second[f"{QUERY}.lora_b"]).item()
+    optimizer = optim.Adam(1e-3)
+    optimizer.init(model.trainable_parameters())
+    kept = save_checkpoint(tmp_path, model, optimizer, State(Progress(iteration=1), 0, {}, {}))
+    assert {file.stem for file in kept.iterdir()} == {"adapters", "optimizer", "state"}
+    with pytest.raises(UsageError, match="holds another run"):
+        require_free(tmp_path, resume=False)
 
 
 def test_layers_are_recomputed_without_changing_their_class() -> None:

@@ -33,17 +33,17 @@ STUDIO = "mac-studio-m2-ultra-192"
 CASES = [*(f"E{n}" for n in range(1, 24)), "H12"]
 
 COVERED = {
-    "E2": "test_dataset.py::test_padded_lengths_are_few_and_waste_at_most_a_fifth",
+    "E2": "test_lora_plan.py::test_rows_of_any_length_come_in_few_shapes",
     "E6": "test_lora_step.py::test_loss_and_gradients_are_those_of_the_whole_model",
     "E7": "test_lora_run.py::"
     "test_a_gradient_that_is_not_finite_is_named_with_the_lines_of_its_pass",
-    "E8": "test_dataset.py::test_rows_with_nothing_to_predict_are_dropped_and_named",
-    "E9": "test_dataset.py::test_every_assistant_turn_is_supervised_with_its_end",
+    "E8": "test_cases_lora.py::test_a_row_that_loses_every_answer_is_dropped",
+    "E9": "test_cases_lora.py::test_every_answer_of_a_chat_is_supervised",
     "E11": "test_lora_step.py::test_any_shape_mask_and_slice_gives_the_same",
     "E12": "test_lora_run.py::test_a_resumed_run_ends_bit_for_bit_where_an_unbroken_one_does",
-    "E13": "test_lora_run.py::test_nothing_but_the_adapter_trains",
-    "E14": "test_lora_run.py::test_an_adapter_of_another_rank_or_other_keys_is_refused",
-    "E16": "test_training_states.py::test_dora_has_a_float32_magnitude_for_every_row",
+    "E13": "test_cases_lora.py::test_an_adapter_is_all_that_trains",
+    "E14": "test_cases_lora.py::test_another_adapter_is_refused_with_what_differs",
+    "E16": "test_lora_step.py::test_a_model_of_16_bits_trains_in_them_and_its_adapter_in_float32",
     "E18": "test_machine.py::test_the_pool_gives_way_where_the_budget_ends",
     "E21": "test_measure_diagnosis.py::test_a_reported_state_is_found_with_its_evidence",
 }

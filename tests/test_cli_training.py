@@ -22,7 +22,7 @@ def test_the_command_prints_terms_and_leaves_3_where_it_does_not_fit(
     found = json.loads(out)
     assert found["verdict"] == "exceeds"
     assert found["total_bytes"] == max(found["phases"].values())
-    assert found["binding_phase"] == "optimizer"
+    assert found["binding_phase"] == "backward"
     assert found["trainable_parameters"] == 70553706496
 
 

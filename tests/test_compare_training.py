@@ -21,7 +21,7 @@ from uma.plan.compare import (
     catalog_candidates,
     compare,
 )
-from uma.plan.compare.recipes import DEEPSPEED, MIXED, PLAIN, Kind, torch_recipes
+from uma.plan.compare.recipes import FLOAT32_WEIGHTS, MIXED, PLAIN, Kind, torch_recipes
 from uma.plan.compare.search import best_plan
 from uma.plan.compare.training_subject import TrainingSubject
 from uma.plan.training.estimate import training_estimate
@@ -122,7 +122,7 @@ def test_full_70b_is_on_8_cards_of_80_gb_in_pure_bf16_or_with_the_optimizer_on_t
     offloaded = plan(row(one, "8xh100", host=LARGE_HOST))
     assert offloaded.technique == "full, ZeRO 3, optimizer on the host, checkpointing"
     assert offloaded.verdict == "fits"
-    assert 12 * LLAMA_70B < offloaded.host_bytes < 16 * LLAMA_70B
+    assert 18 * LLAMA_70B < offloaded.host_bytes < 21 * LLAMA_70B  # pinned in powers of two
     runs = [p for p in tried(one, "8xh100", LARGE_HOST) if p.runs]
     assert {(p.quality == MIXED, lies_elsewhere(p)) for p in runs} == {(True, True), (False, False)}
 
@@ -221,7 +221,7 @@ def test_what_the_host_has_no_room_for_does_not_fit() -> None:
 def test_a_disk_is_used_where_its_room_and_its_rate_are_told() -> None:
     one = subject("llama-3-70b", "full")
     assert not any(p.disk_bytes for p in tried(one, "rtx-4090"))
-    disk = HostProfile(256 * GIB, disk_bytes=4 * TIB, disk_bytes_per_s=7 * GB)
+    disk = HostProfile(512 * GIB, disk_bytes=4 * TIB, disk_bytes_per_s=7 * GB)
     found = plan(row(one, "rtx-4090", Wanted(min_tps=0), disk))
     assert "disk" in found.technique
     assert found.verdict == "fits"
@@ -312,16 +312,17 @@ def test_cards_of_several_kinds_are_not_planned_together() -> None:
 def test_recipes_are_each_another_and_run_by_one_program() -> None:
     asked = subject("llama-3-8b", "full").workload
     found = list(torch_recipes(asked, "full", 8, ("host", "disk")))
-    assert len({(one.workload, one.settings) for one in found}) == len(found)
+    assert len({(one.workload, one.stack) for one in found}) == len(found)
     assert {one.trainer for one in found} == {"peft", "deepspeed", "fsdp"}
     for one in found:
         spread = one.workload.sharding
-        assert (one.settings == DEEPSPEED) == (one.trainer == "deepspeed")
+        if one.stack == FLOAT32_WEIGHTS:
+            assert one.trainer != "deepspeed"
         assert one.workload.max_seq_length == asked.max_seq_length
         assert bool(spread.zero_stage) == (one.trainer != "peft")
     adapters_asked = subject("llama-3-8b", "qlora").workload
     alone = list(torch_recipes(adapters_asked, "qlora", 1, ("host",)))
-    assert all(one.settings == PLAIN and one.bits == 4 for one in alone)
+    assert all(one.stack == PLAIN and one.bits == 4 for one in alone)
 
 
 def test_the_search_over_the_whole_catalog_takes_less_than_two_seconds() -> None:

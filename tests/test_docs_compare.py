@@ -25,7 +25,7 @@ FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)? (?:GiB|GB/s|GB|%|tokens/s|ms|times)")
 MAC, CARD = "mac-studio-m2-ultra-192", "rtx-4090"
 HOST = HostProfile()
 # Defaults, and what machines are called and described with.
-GIVEN = {"64 GiB", "128 GiB", "10 tokens/s", "192 GB", "80 GB", "48 GB", "24 GB", "12 GB", "16 GB"}
+GIVEN = {"64 GiB", "192 GiB", "10 tokens/s", "192 GB", "80 GB", "48 GB", "24 GB", "12 GB", "16 GB"}
 
 
 def gb(size: float, digits: int = 2) -> str:
@@ -150,7 +150,7 @@ def training() -> set[str]:
     lora = {one.technique: one for one in tried(small, "h100")}
     exact = [one for one in tried(trained("llama-3-8b", "full"), "h200") if one.quality == 2]
     whole = {one.technique: one for one in exact}
-    seven, host = trained("llama-2-7b", "full"), HostProfile(128 * GIB)
+    seven, host = trained("llama-2-7b", "full"), HostProfile(192 * GIB)
     on_card = {one.technique: one for one in tried(seven, CARD, host) if one.quality == 2}
     beside = plan(row(seven, CARD, host=host))
     paged = plan(row(trained("llama-3-8b", "full"), "h100"))

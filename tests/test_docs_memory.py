@@ -17,6 +17,7 @@ from uma.architecture.layers import Architecture, Attention
 from uma.catalog import aliases, find_model, model_config, words
 from uma.cli import main
 from uma.engines import llama_cpp, mlx, transformers
+from uma.engines.cuda import CUDA_CONTEXT
 from uma.machine import Machine, budget_of
 from uma.machine.named import machine_named
 from uma.memory.activations import Call, output_width, score_bytes
@@ -247,7 +248,7 @@ def in_text() -> set[str]:
         format_gib(gemma_prefill.size_bytes),
         format_gib(8192 * vocabulary * 4),
         format_gib(vocabulary * 2),
-        format_gib(transformers.CUDA_CONTEXT),
+        format_gib(CUDA_CONTEXT),
         format_gib(LLAMA_CPP_CONTEXT),
         f"{16 * llama_2.num_parameters / GB:.0f} GB",
         percent(cache_bytes("llama-2-7b", 8192, kv_bits=8) / cache_bytes("llama-2-7b", 8192)),

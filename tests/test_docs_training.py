@@ -1,5 +1,6 @@
 """Every table of docs/training-memory.md, computed anew, and what its sentences make of them."""
 
+import json
 import re
 import shlex
 import sys
@@ -14,8 +15,8 @@ import docs_outputs  # noqa: E402
 import training_tables as tables  # noqa: E402
 
 from uma.cli import main  # noqa: E402
-from uma.engines.torch_model import Settings  # noqa: E402
 from uma.machine import verdict  # noqa: E402
+from uma.plan.training.stacks import Stack  # noqa: E402
 from uma.units import GB  # noqa: E402
 from uma.workload import Sharding  # noqa: E402
 
@@ -42,16 +43,36 @@ def test_each_output_of_the_page_is_what_the_command_prints(
         assert printed == shown, "python scripts/docs_outputs.py docs/training-memory.md"
 
 
-def test_sixteen_bytes_leave_out_the_update() -> None:
-    """Master weights 4, weights 2, gradients 2, moments 8; the update takes 4 more."""
+@pytest.mark.parametrize(("stack", "update"), [(tables.MIXED, 0), (tables.OF_2024, 4)])
+def test_sixteen_bytes_are_all_unless_the_update_makes_a_root(stack: Stack, update: int) -> None:
+    """Weights 4, gradients 4, moments 8; the foreach variant of AdamW takes 4 more."""
     asked = {"method": "full", "max_seq_length": 2048, **tables.ONE_ROW}
-    case = tables.torch("llama-2-7b-hf", settings=tables.MIXED, **asked)
+    case = tables.torch("llama-2-7b-hf", stack=stack, **asked)
     bytes_each = case.needed_bytes() / case.architecture.num_parameters
-    assert bytes_each == pytest.approx(16 + 4, abs=0.05)
+    assert bytes_each == pytest.approx(16 + update, abs=0.05)
 
 
-def test_embeddings_and_head_make_the_other_half_of_a_4_bit_base() -> None:
-    case = tables.torch("llama-3-8b", quantized="nf4")
+RULES = list(tables.rules_table())
+RUN = [row for row in RULES if "GB" in row[1] and "--max-seq-length" in row[3]]
+
+
+@pytest.mark.parametrize("row", RUN, ids=[row[0] for row in RUN])
+def test_what_a_rule_asks_gives_what_stands_beside_it(
+    row: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = row[3].strip("`")
+    for length in re.findall(r"([\d,]+) tokens", row[1]) or [""]:
+        words = asked.replace(" N", f" {length.replace(',', '')}").split()
+        machine = ["--machine", "8xa100-80gb" if "--devices" in words else "a100-80gb"]
+        optimizer = [] if "--optimizer" in words else ["--optimizer", "adamw"]
+        common = ["--batch-size", "1", "--grad-checkpoint", "--json"]
+        main(["estimate", *words, *machine, *optimizer, *common])
+        found = json.loads(capsys.readouterr().out)["total_bytes"]
+        assert tables.gb(found) in row[1]
+
+
+def test_embeddings_and_head_make_the_other_half_of_a_prepared_4_bit_base() -> None:
+    case = tables.torch("llama-3-8b", stack=tables.PREPARED, quantized="nf4")
     outside = 4 * sum(p.size for p in case.architecture.parameters)
     assert outside / tables.term(case, "weights") == pytest.approx(0.5, abs=0.03)
 
@@ -61,9 +82,7 @@ def test_sharding_alone_does_not_bring_a_70b_onto_8_cards_and_the_host_does() ->
     found = {}
     for place in ("", "host"):
         spread = Sharding(data=8, zero_stage=3, offload_optimizer=place)  # type: ignore[arg-type]
-        case = tables.torch(
-            "llama-3-70b", "8xa100-80gb", Settings(deepspeed=True), sharding=spread, **asked
-        )
+        case = tables.torch("llama-3-70b", "8xa100-80gb", sharding=spread, **asked)
         found[place] = verdict(8 * case.needed_bytes(), case.budget)
     assert found == {"": "exceeds", "host": "fits"}
 

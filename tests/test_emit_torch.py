@@ -8,11 +8,11 @@ from typing import Any
 import emitted_cases as cases
 import pytest
 
-from uma.engines.torch_model import Settings
 from uma.engines.transformers import weights_term
 from uma.errors import UsageError
 from uma.plan.emit.device_map import modules_of, placement
 from uma.plan.emit.training import TRAINING_TARGETS, training_configuration
+from uma.plan.training.stacks import Stack
 from uma.workload import Sharding
 
 RECORDED: dict[str, Any] = json.loads(
@@ -102,7 +102,7 @@ def test_accelerate_read_fsdp_as_planned() -> None:
 def test_a_script_for_fsdp_in_16_bits_mixes_no_precision() -> None:
     spread = Sharding(data=8, zero_stage=3, fsdp=True)
     pure = cases.training(method="full", sharding=spread)
-    mixed = replace(pure, settings=Settings(weight_width=4))
+    mixed = replace(pure, stack=Stack(precision="mixed"))
     assert "bf16=True" not in training_configuration("peft", pure)
     assert "bf16=True" in training_configuration("peft", mixed)
 

@@ -372,7 +372,7 @@ def test_the_benchmark_estimates_every_model_on_every_mac() -> None:
     )
     found = json.loads(done.stdout)
     assert (found["estimates"], found["macs"]) == (12, 4)
-    assert found["cold_ms"] > found["python_ms"] > 0
+    assert min(found["cold_ms"], *found["training_ms"].values()) > found["python_ms"] > 0
 
 
 # --- pages -------------------------------------------------------------------------------------

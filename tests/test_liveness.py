@@ -6,7 +6,6 @@ import pytest
 
 from uma.memory.array_layout import effect, rows
 from uma.memory.liveness import (
-    DISPATCHES_PER_TASK,
     MAX_ACTIVE_TASKS,
     MAX_WIDTH,
     Graph,
@@ -14,6 +13,7 @@ from uma.memory.liveness import (
     evaluation_order,
     peak,
 )
+from uma.memory.timeline import DISPATCHES_PER_TASK
 
 MEGABYTE = 1 << 20
 SIDE = 512  # a matrix of float32 with so many rows and columns is one megabyte

@@ -14,7 +14,7 @@ from models import saved_model
 from uma.cli import main
 from uma.cli.lora import train as lora_train
 from uma.cli.lora.asked import Asked
-from uma.cli.lora.config import OPTIMIZERS
+from uma.cli.lora.options import Optimizer
 from uma.errors import RuntimeUnavailable
 from uma.runtime.lora.event_file import EventFile, event, record
 from uma.runtime.lora.optimizer import Name
@@ -125,13 +125,17 @@ def test_nested_keys_reach_their_options(asked: Any, tmp_path: Path) -> None:
     assert settings_of("adam", '{"eps": 1e-6}') == {"eps": 1e-6}
     single = written(tmp_path, {"lora_parameters": {"keys": "self_attn.q_proj"}})
     assert asked("-c", single).keys == ["self_attn.q_proj"]
-    assert get_args(Name) == OPTIMIZERS
+    assert get_args(Name) == get_args(Optimizer)
+    assert asked("-c", written(tmp_path, "iters: 1e3\nlearning_rate: 1e0")).iters == 1000
 
 
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("batchsize: 4", "unknown key 'batchsize'; known: adapter_path, allow_concurrent"),
+        ("batchsize: 4", "unknown key 'batchsize'; did you mean batch_size?"),
+        ("lora_layers: 4", "unknown key 'lora_layers'; did you mean num_layers?"),
+        ("colour: red", "unknown key 'colour'; known: adapter_path, allow_concurrent"),
+        ("iters: 1.5e0", "iters: '1.5' is not a valid int"),
         ("iters: many", "iters: 'many' is not a valid int"),
         ("iters: 0", "iters: 0 is not in the range"),
         ("iters: true", "iters: True is not right"),
@@ -146,7 +150,7 @@ def test_nested_keys_reach_their_options(asked: Any, tmp_path: Path) -> None:
         ("prompt_feature: question", "give the rows of the data set the key 'prompt'"),
         ("lr_schedule: {name: cosine}", "unknown schedule 'cosine'"),
         ("optimizer_config: {betas_: 1}", "adam has no setting 'betas_'"),
-        ("optimizer: paged-adamw", "unknown optimizer 'paged-adamw'; known: adam, adamw"),
+        ("optimizer: paged-adamw", "optimizer: 'paged-adamw' is not one of 'adam', 'adamw'"),
         ("num_layers: 0", "--num-layers 0 leaves nothing; give 1 or more, or -1 for all"),
         ("val_batches: 0", "--val-batches 0 leaves nothing"),
         ("data: [a]", "data: ['a'] instead of one value"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from test_lora_fuse import adapter
 from uma.cli import main, session
 from uma.dataset.examples import Example
 from uma.errors import CheckpointError
+from uma.measurement.run_folder import Progress, State, state_text
 from uma.runtime.load import load
 from uma.runtime.lora.evaluate import base_and_adapter, score, some
 
@@ -130,6 +132,74 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
     assert main(command) == 3
     assert "and the limit is 1.0 MiB" in capsys.readouterr().err
     assert main([*command, "--force"]) == 0
+
+
+def test_the_numbers_of_other_tokens_than_those_that_were_trained_are_told_as_such(
+    base: Path, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tuned, run / "best")
+    checkpoint = run / "checkpoints" / "0000010"
+    checkpoint.mkdir(parents=True)
+    settings = {"mask_prompt": True, "max_seq_length": 2048, "overlong": "truncate"}
+    (checkpoint / "state.json").write_text(state_text(State(Progress(10), 5, settings, {})))
+    (tmp_path / "test.jsonl").write_text('{"prompt": "the quick", "completion": "fox"}\n')
+    command = ["lora", "eval", str(base), "--data", str(tmp_path)]
+    command += ["--adapter-path", str(run / "best")]
+    assert main(command) == 0
+    told = "note: in training mask_prompt: was True, is False here"
+    assert told in capsys.readouterr().err.splitlines()
+    assert main([*command, "--mask-prompt"]) == 0
+    assert "in training" not in capsys.readouterr().err
+
+
+def test_the_file_of_a_training_run_says_what_to_check_and_what_to_evaluate(
+    base: Path, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = '{"prompt": "the quick", "completion": "fox"}\n'
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(row)
+    asked = {"model": str(base), "data": str(tmp_path), "adapter_path": str(tuned), "train": True}
+    asked |= {"mask_prompt": True, "iters": 50, "lora_parameters": {"rank": 4}, "seed": 7}
+    file = tmp_path / "lora.yaml"
+    file.write_text(json.dumps(asked))
+    assert main(["lora", "check", "-c", str(file), "--json"]) == 0
+    split = json.loads(capsys.readouterr().out)["splits"]["test"]
+    assert split["supervised_tokens"] < split["tokens"] - 1
+    assert main(["lora", "eval", "-c", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["adapter_path"] == str(tuned)
+    assert found["splits"]["test"]["tokens"] == split["supervised_tokens"]
+    file.write_text(json.dumps(asked | {"mask_promt": True}))
+    assert main(["lora", "check", "-c", str(file)]) == 2
+    assert "did you mean mask_prompt?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["lora eval", "run"])
+def test_what_is_wrong_with_an_adapter_is_told_alike_before_anything_is_loaded(
+    command: str, base: Path, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test.jsonl").write_text('{"text": "the quick fox"}\n')
+    folder = tmp_path / "adapter"
+    shutil.copytree(tuned, folder)
+    more = ["--data", str(tmp_path)] if command == "lora eval" else ["hello"]
+
+    def refused(path: Path) -> str:
+        assert main([*command.split(), str(base), *more, "--adapter-path", str(path)]) == 1
+        said = capsys.readouterr()
+        assert said.out == ""
+        return said.err
+
+    config, weights = folder / "adapter_config.json", folder / "adapters.safetensors"
+    assert f"is a file; give the folder that holds it: {folder}" in refused(weights)
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-100])
+    assert "copy the adapter again, or train it again" in refused(folder)
+    weights.unlink()
+    assert "holds no adapter: it has no adapters.safetensors" in refused(folder)
+    weights.write_bytes(content)
+    config.write_text("{")
+    assert f"{config} cannot be read" in refused(folder)
 
 
 @pytest.mark.parametrize("command", ["eval", "fuse", "import", "export"])

@@ -165,6 +165,14 @@ def test_fusing_in_four_bits_loses_what_the_reference_says() -> None:
     assert shares[4] > 0.9
 
 
+def test_few_bits_asked_of_a_dense_base_are_refused_with_what_would_do(tmp_path: Path) -> None:
+    base = saved_model("full", tmp_path / "base", dtype="float32")
+    trained = adapter(base, tmp_path / "adapter", size=0.003)
+    with pytest.raises(AdapterLost, match=r"--bits 8: keeps (9\d|10\d)%.*") as no:
+        fused(base, trained, tmp_path / "fused", form=Quantization(2, 32))
+    assert "--bits 16: keeps 100%" in str(no.value)
+
+
 def test_sixteen_bits_swallow_small_changes_too(tmp_path: Path) -> None:
     """A change below half of a weight's last bit is lost: bfloat16 has 8 bits."""
     base = saved_model("full", tmp_path / "base", dtype="bfloat16")

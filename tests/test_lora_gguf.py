@@ -1,16 +1,19 @@
 """A fused model as a GGUF file: read back by our reader, which is compared with llama.cpp."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import mlx.core as mx
+import numpy as np
 import pytest
 from gguf_vocabularies import write_vocabulary
 from mlx_lm.utils import load_tokenizer
 from models import saved_model
 from test_gguf_tokenizer import STRINGS, vocabulary
+from test_lora_disk import limit as limit
 from test_lora_fuse import FOUR, adapter
 
 from uma.cli import main
@@ -60,6 +63,63 @@ def test_the_file_gives_the_logits_and_tokens_of_the_fused_folder(
     assert [one.encode(t) for t in texts] == [other.encode(t) for t in texts]
 
 
+def rotated_back(rows: Any, heads: int) -> Any:
+    """Rows of a query or key matrix in Hugging Face's order.
+
+    llama.cpp's ``convert_hf_to_gguf.py`` (``LlamaModel.permute``) puts the two halves of a head's
+    rows beside each other: this is its inverse.
+    """
+    width = rows.shape[0] // heads
+    return rows.reshape(heads, width // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+
+def test_the_gguf_package_reads_the_tensors_of_the_fused_folder(tmp_path: Path) -> None:
+    base = llama(tmp_path / "base", quantization=FOUR)
+    out, file = tmp_path / "fused", tmp_path / "fused" / "model.gguf"
+    trained = adapter(base, tmp_path / "adapter")
+    command = ["lora", "fuse", str(base), "--adapter-path", str(trained), "-o", str(out)]
+    assert main([*command, "--dequantize", "--export-gguf", "--gguf-path", str(file)]) == 0
+    weights: Any = mx.load(str(out / "model.safetensors"))
+    found = {t.name: np.array(t.data) for t in gguf.GGUFReader(file).tensors}
+    assert len(found) == len(weights)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 4)
+    for name, value in weights.items():
+        theirs = found[names.get_name(name, try_suffixes=(".weight",))]
+        if "q_proj" in name or "k_proj" in name:
+            theirs = rotated_back(
+                theirs,
+                config(out)["num_key_value_heads" if "k_" in name else "num_attention_heads"],
+            )
+        assert np.array_equal(theirs.astype(np.float32), np.array(value.astype(mx.float32))), name
+
+
+def test_a_place_for_the_file_that_cannot_be_is_refused_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = tmp_path / "there.gguf"
+    there.write_text("mine")
+    command = ["lora", "fuse", "no-such-model", "--adapter-path", "none", "-o", str(tmp_path / "o")]
+    for path, text in [
+        (there, "exists; it is not written over"),
+        (tmp_path / "no" / "where.gguf", "is no folder; make it first"),
+    ]:
+        assert main([*command, "--export-gguf", "--gguf-path", str(path)]) == 2
+        assert text in capsys.readouterr().err
+    assert main([*command, "--gguf-path", str(tmp_path / "new.gguf")]) == 2
+    assert "--gguf-path is of --export-gguf" in capsys.readouterr().err
+    assert there.read_text() == "mine"
+
+
+def test_a_file_that_finds_no_room_leaves_nothing_behind(
+    tmp_path: Path, limit: Callable[[int], None]
+) -> None:
+    folder = llama(tmp_path / "base")
+    limit(100_000)
+    with pytest.raises(StorageError, match=r"out\.gguf cannot be written: "):
+        export_gguf(folder, tmp_path / "out.gguf")
+    assert not list(tmp_path.glob("*out*"))
+
+
 def test_plain_mlx_lm_gives_every_piece_the_same_score(tmp_path: Path) -> None:
     """Merging then goes from the left, whatever the vocabulary says.
 
@@ -103,7 +163,8 @@ def test_a_quantized_fusion_and_other_vocabularies_are_refused_before_loading(
     base = llama(tmp_path / "base", quantization=FOUR)
     command = ["lora", "fuse", str(base), "-o", str(tmp_path / "out"), "--export-gguf"]
     trained = adapter(base, tmp_path / "adapter")
-    (trained / "adapters.safetensors").unlink()  # which would be the error otherwise
+    other = {"none.of.this.model": mx.zeros((1,))}  # which would be the error otherwise
+    mx.save_safetensors(str(trained / "adapters.safetensors"), other)
     command += ["--adapter-path", str(trained)]
     assert main(command) == 1
     assert "add --dequantize, which takes 1.0 MiB" in capsys.readouterr().err

@@ -15,15 +15,26 @@ from uma.architecture import architecture_from_config
 from uma.checkpoint.source import locate
 from uma.cli import main
 from uma.dataset.batches import batch_plan, padded_length
+from uma.dataset.packing import packs
 from uma.dataset.passes import passes, shapes
 from uma.errors import UnsupportedModel
 from uma.ledger import peak, phase_totals
 from uma.machine import Machine, budget_of
 from uma.plan import fine_tuning
-from uma.plan.fine_tuning import Cut, FineTuning, FineTuningPlan, Rows, plan_fine_tuning
+from uma.plan.fine_tuning import (
+    Cut,
+    FineTuning,
+    FineTuningPlan,
+    Rows,
+    packed_row,
+    plan_fine_tuning,
+    remedies,
+    require_packable,
+)
 from uma.plan.forms import forms_of
 from uma.plan.training.time import duration
-from uma.report.fine_tuning import plan_json, plan_text
+from uma.quantization import Quantization
+from uma.report.fine_tuning import batches_text, plan_json, plan_text
 from uma.speed import NotKnown
 from uma.units import GIB, MIB
 from uma.workload import TrainingWorkload
@@ -94,7 +105,8 @@ def test_the_worst_batch_is_the_one_of_which_no_other_needs_more(base: Path) -> 
     for cut in (Cut(), Cut(2), Cut(1)):
         plan = plan_fine_tuning(asked, cut, smaller=False)
         every = {*asked.shapes(cut), *asked.validation_shapes(cut)}
-        needed = {shape: peak(asked._terms_of(shape, cut))[1] for shape in every}
+        targets = asked.rows.most_targets
+        needed = {s: peak(asked.terms_of(s, cut, targets(s)))[1] for s in every}
         assert plan.ledger.predicted_peak_bytes == max(needed.values()) == needed[plan.worst]
         assert len(every) > 5
 
@@ -136,6 +148,66 @@ def test_slices_are_made_smaller_after_the_micro_batch(base: Path) -> None:
     assert found.ledger.predicted_peak_bytes < least
 
 
+def packed(train: tuple[int, ...], row_tokens: int, batch_size: int) -> Rows:
+    rows = [tuple((train[n], train[n]) for n in row) for row in packs(train, row_tokens)]
+    return Rows(tuple(map(packed_row, rows)), (), batch_size, tuple(rows))
+
+
+def test_a_budget_packs_into_shorter_rows_before_it_makes_slices_smaller(base: Path) -> None:
+    """The examples of an update are those of the rows that were asked for."""
+    data = packed(lengths(300, 150), 1024, 2)
+    one = plan_fine_tuning(case(base, data), Cut(1), smaller=False)
+    assert one.worst == (1, 1024)
+    needed = one.ledger.predicted_peak_bytes
+    found = plan_fine_tuning(case(base, data, needed * 2 // 3), Cut(), smaller=True)
+    assert found.ledger.verdict == "fits"
+    assert found.cut == Cut(1, found.cut.row_tokens)
+    assert 150 <= (found.cut.row_tokens or 0) <= 512
+    assert found.pass_tokens == found.worst[1]
+    passes = sum(rows * count for (rows, _), count in found.shapes.items())
+    assert passes > len(data.train)
+    assert sum(n for n, _ in found.case.passing(found.cut).train) == sum(n for n, _ in data.train)
+    assert f"at most {found.cut.row_tokens:,} tokens" in found.notes[0]
+    assert plan_json(found, NotKnown(""), "")["batches"]["row_tokens"] == found.cut.row_tokens
+    least = plan_fine_tuning(case(base, data, 1000), Cut(), smaller=True)
+    assert least.cut.row_tokens == 150
+    assert least.cut.loss_slice_bytes < Cut().loss_slice_bytes
+    again = plan_fine_tuning(found.case, found.cut, smaller=True)  # a resumed run
+    assert (again.cut, again.notes) == (found.cut, ())
+    assert remedies(least)[0].endswith("only a smaller or a quantized base would fit")
+
+
+def test_what_would_fit_is_told_of_the_setting_that_takes_most(base: Path) -> None:
+    plan = plan_fine_tuning(
+        case(base, rows((50, 60), 2), GIB // 4, rank=1_000_000), Cut(), smaller=True
+    )
+    assert remedies(plan) == ["--rank 64 with --budget auto: adapts less"]
+    small = plan_fine_tuning(case(base, rows((50, 60), 2), 8 * MIB, rank=4096), Cut(), smaller=True)
+    quantized = replace(small.case, budget=budget_of(MACHINE, user_budget_bytes=1000))
+    form = replace(quantized.form, quantization=Quantization(4, 64))
+    only = plan_fine_tuning(replace(quantized, form=form), Cut(), smaller=True)
+    (line,) = remedies(only)
+    assert line.endswith("only a smaller base would fit")
+
+
+def test_rows_of_one_example_are_not_packed_by_a_budget(base: Path) -> None:
+    least = plan_fine_tuning(case(base, rows(lengths(30, 300), 4), 1000), Cut(), smaller=True)
+    assert least.cut.row_tokens is None
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "side_by_side", "recurrent"])
+def test_a_model_that_cannot_be_packed_is_refused_by_the_plan(kind: str) -> None:
+    """The loaded model is asked too (``test_lora_packing.py``)."""
+    with pytest.raises(UnsupportedModel, match="a recurrence"):
+        require_packable(architecture_from_config(CONFIGS[kind]))
+    for other in CONFIGS.keys() - {"hybrid", "side_by_side", "recurrent"}:
+        require_packable(architecture_from_config(CONFIGS[other]))
+    gpt2 = {"model_type": "gpt2", "n_positions": 64, "n_embd": 64, "n_head": 4, "n_layer": 2}
+    more = {"n_ctx": 64, "vocab_size": 384, "layer_norm_epsilon": 1e-5}
+    with pytest.raises(UnsupportedModel, match="learned positions"):
+        require_packable(architecture_from_config(gpt2 | more))
+
+
 def test_a_step_that_is_not_modelled_is_unknown_and_not_refused(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +225,7 @@ def test_a_step_that_is_not_modelled_is_unknown_and_not_refused(
 
 def test_the_document_of_a_plan_has_every_term_and_the_sum_of_its_phase(base: Path) -> None:
     plan = plan_fine_tuning(case(base, rows(lengths(9, 300), 4)), Cut(), smaller=False)
-    time = duration(plan, iters=100, validations=1, val_batches=25, flops_per_s=1e9)
+    time = duration(plan, iters=100, validations=1, val_batches=25, flops_per_s=(1e9, 1e9))
     document = json.loads(json.dumps(plan_json(plan, time, "tiny")))
     terms = document["ledger"]["terms"]
     assert {"weights", "adapters", "optimizer_states"} <= {term["name"] for term in terms}
@@ -169,11 +241,34 @@ def test_the_document_of_a_plan_has_every_term_and_the_sum_of_its_phase(base: Pa
     assert plan_text(plan, time, "tiny").count("\n") > 10
 
 
+@pytest.mark.parametrize(("dtype", "told"), [("float32", 0), ("bfloat16", 1)])
+def test_a_base_in_float32_is_not_said_to_take_more_in_float32(
+    tmp_path: Path, dtype: str, told: int
+) -> None:
+    folder = saved_model("full", tmp_path / "model", dtype=dtype)
+    config = json.loads((folder / "config.json").read_text())
+    config["torch_dtype"] = "bfloat16"  # as a model says that was dequantized
+    (folder / "config.json").write_text(json.dumps(config))
+    source = locate(str(folder))
+    architecture = architecture_from_config(source.config or {})
+    form = forms_of(source, architecture, bits=None, backend="cpu")[0]
+    assert form.kind == "float32"
+    assert sum("times the bytes of" in note for note in form.notes) == told
+
+
+def test_one_shape_of_one_length_is_said_as_one(base: Path) -> None:
+    plan = plan_fine_tuning(case(base, rows((50, 50, 50), 1)), Cut(), smaller=False)
+    assert batches_text(plan).startswith("3 rows, updates of 1 row; 1 shape of 1 length up to 64")
+    many = plan_fine_tuning(case(base, rows((50,) * 5, 2)), Cut(), smaller=False)
+    assert "updates of 2 rows; 2 shapes of 1 length up to" in batches_text(many)
+
+
 def test_the_time_of_a_run_grows_with_its_batches_and_shrinks_with_the_rate(base: Path) -> None:
     plan = plan_fine_tuning(case(base, rows(lengths(40, 300), 4)), Cut(), smaller=False)
 
     def seconds(iters: int, rate: float, asked: FineTuningPlan = plan) -> tuple[float, float]:
-        found = duration(asked, iters=iters, validations=0, val_batches=25, flops_per_s=rate)
+        rates = rate / 2, rate
+        found = duration(asked, iters=iters, validations=0, val_batches=25, flops_per_s=rates)
         assert not isinstance(found, NotKnown)
         assert found.low_s < found.high_s
         return found.low_s, found.high_s
@@ -182,6 +277,14 @@ def test_the_time_of_a_run_grows_with_its_batches_and_shrinks_with_the_rate(base
     assert seconds(100, 2e9) == pytest.approx([s / 2 for s in seconds(100, 1e9)])
     cut = plan_fine_tuning(plan.case, Cut(1), smaller=False)
     assert seconds(100, 1e9, cut) <= seconds(100, 1e9)  # less padding
+
+    def changed(**changes: Any) -> FineTuningPlan:
+        workload = replace(plan.case.workload, **changes)
+        return plan_fine_tuning(replace(plan.case, workload=workload), Cut(), smaller=False)
+
+    assert seconds(100, 1e9, changed(rank=10_000))[0] > 10 * seconds(100, 1e9)[0]
+    assert seconds(100, 1e9, changed(num_layers=1))[0] < 0.8 * seconds(100, 1e9)[0]
+    assert seconds(100, 1e9, changed(method="full"))[0] > seconds(100, 1e9)[0]
 
 
 def test_a_chip_that_is_not_known_gives_no_time_but_a_reason(base: Path) -> None:

@@ -1,6 +1,8 @@
 """A fine-tuning run: what it writes, what mlx_lm makes of it, and what it survives."""
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +84,7 @@ def stop_after(iteration: int) -> dict[str, Any]:
     seen: list[int] = []
     return {
         "on_event": lambda event: seen.append(event["iteration"]),
-        "stopped": lambda: bool(seen) and max(seen) >= iteration,
+        "stopped": lambda: "stopped" if seen and max(seen) >= iteration else "",
     }
 
 
@@ -172,11 +174,20 @@ def test_validation_and_saving_hold_no_more_than_a_step(base: Path, tmp_path: Pa
     asked = replace(asked, course=replace(asked.course, pass_tokens=64))
     _, result = trained(base, tmp_path, asked, validation=examples(30, 2))
     peaks = result.held.peaks
-    assert peaks["validation"] <= peaks["backward"]
+    assert peaks["validation"] <= max(peaks["forward"], peaks["backward"])
     assert peaks["save"] <= result.held.resting_bytes + 2 * result.held.optimizer_bytes
     whole = replace(asked, course=replace(asked.course, pass_tokens=None, batch_size=8))
     _, more = trained(base, tmp_path / "whole", whole, validation=examples(30, 2))
     assert more.held.peaks["validation"] > peaks["validation"]
+
+
+def test_what_trains_is_held_once(base: Path, tmp_path: Path) -> None:
+    """The first adapter would stay beside the newest, and the plan knows of one."""
+    asked = recipe(8, num_layers=-1, rank=256, optimizer="sgd")
+    _, result = trained(base, tmp_path, asked, validation=examples(30, 2))
+    held = result.held
+    assert held.adapter_bytes > 4 << 20
+    assert held.peaks["save"] < held.resting_bytes + held.optimizer_bytes + held.adapter_bytes // 2
 
 
 def test_a_full_disk_is_told_and_the_former_checkpoint_kept(
@@ -247,6 +258,29 @@ def test_the_best_adapter_stays_beside_the_last_and_patience_ends_the_run(
     assert tensors(tmp_path / "best") == tensors(tmp_path)
 
 
+def test_an_adapter_that_is_worse_than_the_untouched_model_is_never_the_best(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from uma.runtime.lora import train as module
+
+    losses = iter([2.0, 4.0, 3.0, 2.5])
+    monkeypatch.setattr(module, "validation_loss", lambda *_: next(losses))
+    asked = recipe(40)
+    asked = replace(asked, course=replace(asked.course, patience=3))
+    _, result = trained(base, tmp_path, asked)
+    assert result.ending == "patience"
+    assert (result.progress.best_val_loss, result.progress.best_iteration) == (2.0, 0)
+    assert not (tmp_path / "best").exists()
+
+
+def test_an_optimizer_that_is_not_finite_ends_the_run(base: Path, tmp_path: Path) -> None:
+    """Averages of squares that overflow let nothing move, and no loss shows it."""
+    asked = recipe(4, scale=1e25)
+    asked = replace(asked, course=replace(asked.course, max_grad_norm=None))
+    with pytest.raises(Diverged, match=r"optimizer\.\S+\.v is not finite after iteration 4"):
+        trained(base, tmp_path, asked)
+
+
 def test_a_batch_in_smaller_passes_makes_the_same_update(base: Path, tmp_path: Path) -> None:
     found = []
     for n, tokens in enumerate((None, 64, 1)):
@@ -254,6 +288,27 @@ def test_a_batch_in_smaller_passes_makes_the_same_update(base: Path, tmp_path: P
         course = replace(asked.course, batch_size=6, pass_tokens=tokens, loss_rows=20)
         trained(base, tmp_path / str(n), replace(asked, course=course))
         found.append(mx.load(str(tmp_path / str(n) / WEIGHTS)))
+    for other in found[1:]:
+        for name, value in found[0].items():
+            assert mx.allclose(value, other[name], atol=1e-6, rtol=1e-5)
+
+
+def test_packed_rows_in_shorter_ones_make_the_same_update_in_less_memory(
+    base: Path, tmp_path: Path
+) -> None:
+    """Every token weighs the same, whichever row it stands in."""
+    found, peaks, losses = [], [], []
+    for row_tokens in (None, 96, 40):
+        asked = recipe(4, optimizer="sgd", dropout=0.0)
+        course = replace(asked.course, pack_tokens=192, row_tokens=row_tokens)
+        folder = tmp_path / str(row_tokens)
+        _, result = trained(base, folder, replace(asked, course=course), validation=())
+        found.append(mx.load(str(folder / WEIGHTS)))
+        peaks.append(result.held.peaks["backward"])
+        losses.append(result.progress.train_loss)
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[2] < 0.8 * peaks[0]
     for other in found[1:]:
         for name, value in found[0].items():
             assert mx.allclose(value, other[name], atol=1e-6, rtol=1e-5)
@@ -288,6 +343,13 @@ def test_resuming_with_other_settings_names_each_that_differs(base: Path, tmp_pa
     with pytest.raises(UsageError, match=r"(?s)rank: was 2, is 4.*scale: was 20.0, is 5.0"):
         trained(base, tmp_path, recipe(rank=4, scale=5.0), resume=True)
     other = DATA | {"train_data": "y"}
+    copy = tmp_path / "another model"
+    shutil.copytree(base, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config, indent=3))
+    told = f"the base was {base}, is {copy}"
+    with pytest.raises(UsageError, match=re.escape(told)):
+        trained(copy, tmp_path, recipe(), resume=True)
     with pytest.raises(UsageError, match="train_data: was x, is y"):
         trained(base, tmp_path, recipe(), resume=True, data=other)
 
@@ -462,6 +524,9 @@ def test_the_command_trains_reports_and_resumes(
     sizes = {(t["name"], t["phase"]): t for t in ledger["terms"]}
     for name in ("weights", "adapters", "optimizer_states"):
         assert sizes[name, "always"]["measured_bytes"] == sizes[name, "always"]["predicted_bytes"]
+    for name, phase in (("activations", "backward"), ("other", "optimizer")):
+        found = sizes[name, phase]
+        assert 0 < found["measured_bytes"] < found["predicted_bytes"] + (256 << 10)
     assert ledger["verdict"] == "fits"
     assert ledger["measured_peak_bytes"] > ledger["resting_bytes"]
     assert ledger["pool_bytes"] <= 32 << 20  # MLX's pool is bounded by default (cases E2, E18)
@@ -471,6 +536,19 @@ def test_the_command_trains_reports_and_resumes(
     assert record["settings"]["micro_batch"] == 2
     assert record["ledger"]["measured_peak_bytes"] == ledger["measured_peak_bytes"]
     assert str(tmp_path) not in json.dumps(record)
+    log = (tmp_path / "run" / "log.jsonl").read_bytes()
+    for less in (
+        ["--iters", "8"],
+        ["--iters", "3"],
+        ["--epochs", "1"],
+        ["--iters", "8", "--dry-run"],
+    ):
+        assert main(command(base, tmp_path, *less, "--resume")) == 0
+        nothing = json.loads(capsys.readouterr().out)
+        assert (nothing["ending"], nothing["iters"]) == ("done", 8)
+        assert nothing["val_loss"] == first["val_loss"]
+        assert "nothing is left to do: 8 iterations are done" in nothing["notes"][0]
+    assert (tmp_path / "run" / "log.jsonl").read_bytes() == log
     assert main(command(base, tmp_path, "--epochs", "6", "--resume")) == 0
     second = json.loads(capsys.readouterr().out)
     assert second["iters"] == 24

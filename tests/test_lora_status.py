@@ -1,15 +1,20 @@
 """What the folder of a run says of it, to a person and to a program."""
 
+import errno
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from uma.cli import main
 from uma.errors import Busy, StorageError, UsageError
+from uma.measurement import run_folder
 from uma.measurement.run_folder import (
     Progress,
     State,
@@ -92,6 +97,8 @@ def test_a_run_without_a_checkpoint_goes_on_from_the_beginning(tmp_path: Path) -
         ({"how": "failed", "text": "the loss is not finite"}, "the loss is not finite"),
         ({"how": "killed", "text": "The GPU ran out", "remedy": "less"}, "do: less"),
         ({"how": "patience"}, "no longer falls"),
+        ({"how": "abandoned"}, "the process that started it was gone"),
+        ({"how": "stopped", "best_iteration": 0}, "lowest 3.500 before training"),
     ],
 )
 def test_how_a_run_ended_is_told(tmp_path: Path, end: dict[str, str], line: str) -> None:
@@ -107,6 +114,61 @@ def test_a_line_that_was_cut_short_swallows_none_of_those_after_it(tmp_path: Pat
         file.write('{"event": "train", "iter')
     append(folder, {"event": "train", "iteration": 30})
     assert [event["iteration"] for event in events(folder)][-2:] == [20, 30]
+
+
+READ = ["iteration", "iters", "train_loss", "best_val_loss", "best_iteration", "left_s", "time"]
+READ += ["memory_bytes", "peak_memory_bytes", "how", "text", "remedy", "plan"]
+
+
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from(READ),
+            st.none() | st.text() | st.integers() | st.floats() | st.lists(st.none(), max_size=1),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from(["begin", "train", "end"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_damaged_log_still_says_how_the_run_stands(
+    lines: list[dict[str, Any]], name: str
+) -> None:
+    with tempfile.TemporaryDirectory() as home:
+        folder = run(Path(home, "run"))
+        with (folder / "log.jsonl").open("a") as file:
+            file.writelines(json.dumps({"event": name} | line) + "\n" for line in lines)
+        status = read_status(folder)
+        assert "kept: the checkpoint of iteration 10" in status_text(status)
+        assert json.dumps(status_json(status))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "null", '{"command": 5}', '{"command": "\'"}', '{"iters": "many"}']
+)
+def test_a_damaged_run_json_says_no_command(tmp_path: Path, content: str) -> None:
+    folder = run(tmp_path / "run")
+    (folder / "run.json").write_text(content)
+    shutil.rmtree(folder / "checkpoints")
+    status = read_status(folder)
+    assert (status.command, status.iteration) == (None, 20)
+    assert status_text(status)
+
+
+def test_a_disk_without_locks_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(_: int) -> bool:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_folder, "try_lock", none)
+    assert not is_held(run(tmp_path / "run"))
+    with (
+        pytest.raises(StorageError, match="cannot be locked: No locks available; give an --adapt"),
+        held(tmp_path / "run"),
+    ):
+        pass
 
 
 def test_what_a_resumed_run_says_is_of_its_last_begin(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from uma.runtime.lora.attention import sliced_attention
 from uma.runtime.lora.random_state import at_random_state, random_state
 from uma.runtime.lora.step import (
     Batch,
+    hidden_of,
     loss_and_gradients,
     loss_of,
     whole_loss_and_gradients,
@@ -74,6 +75,28 @@ def require_equal(model: nn.Module, batch: Batch, **slices: int) -> None:
     assert abs(loss.item() / wanted_loss.item() - 1) <= TOLERANCE
     worst = {name: relative(gradients[name], value) for name, value in wanted.items()}
     assert max(worst.values()) <= TOLERANCE, worst
+
+
+BFLOAT16_TOLERANCE = 0.03  # each number is rounded to 4e-3
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("kind", ["full", "sliding", "recurrent"])
+def test_a_model_of_16_bits_trains_in_them_and_its_adapter_in_float32(
+    kind: str, use_dora: bool
+) -> None:
+    """E15, E16: adapters made the whole network float32, or their magnitudes 16 bits."""
+    model = adapted(kind, use_dora=use_dora)
+    trained = dict(tree_flatten(model.trainable_parameters()))
+    model.set_dtype(mx.bfloat16)
+    model.update(tree_unflatten(list(trained.items())))
+    batch = random_batch()
+    assert hidden_of(model, batch).dtype == mx.bfloat16
+    loss, gradients = loss_and_gradients(model, batch, **SMALLEST_SLICES)
+    wanted_loss, wanted = whole_loss_and_gradients(model, batch)
+    assert loss.item() == pytest.approx(wanted_loss.item(), rel=1e-3)
+    assert {g.dtype for g in gradients.values()} == {mx.float32}
+    assert max(relative(gradients[n], g) for n, g in wanted.items()) < BFLOAT16_TOLERANCE
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))

@@ -19,6 +19,7 @@ from uma.measurement.run_status import read_status
 from uma.runtime.lora.supervise import awake_command, cause_of, run_child
 
 ROOT = Path(__file__).parents[1]
+IGNORED = (signal.SIGHUP, signal.SIGINT)
 METAL = (
     "libc++abi: terminating due to uncaught exception of type std::runtime_error: [METAL] Command "
     "buffer execution failed: {}"
@@ -64,6 +65,14 @@ def test_memory_that_mlx_does_not_get_is_told_by_its_cause() -> None:
     assert cause is not None
     assert "no more memory" in cause.text or cause.cause == "out_of_memory"
     assert cause.smaller_helps
+
+
+def test_memory_that_blas_does_not_get_is_a_lack_of_memory_although_it_exits_by_itself() -> None:
+    """Seen under ``ulimit -v 600000``; the code is 1, as of an error of ours."""
+    said = "OpenBLAS error: Memory allocation still failed after 10 retries, giving up."
+    cause = cause_of(run_child(python(f"import sys; sys.exit({said!r})"), allow_sleep=True))
+    assert cause is not None
+    assert (cause.cause, cause.smaller_helps) == ("out_of_memory", True)
 
 
 def test_a_child_that_ends_by_itself_has_no_cause_and_its_output_is_kept() -> None:
@@ -170,8 +179,9 @@ def test_a_killed_child_is_told_with_what_is_left_and_the_command_that_goes_on(r
     iters = str(kept + 5)
     command = ["lora", *shlex.split(ended["command"])[2:]]
     command[command.index("--iters") + 1] = iters
-    done = run.uma(*command, "--json")
-    assert json.loads(done.stdout)["iters"] == kept + 5
+    done = json.loads(run.uma(*command, "--json").stdout)
+    assert done["iters"] == kept + 5
+    assert not any("not bit for bit" in note for note in done["notes"])
     assert run.status()["state"] == "done"
     assert run.uma("lora", "status").stdout.startswith(f"{run.folder}: done, iteration {iters}")
 
@@ -185,10 +195,12 @@ def test_a_disk_that_is_full_is_one_clear_line_and_nothing_saved_is_lost(run: Ru
     resource.prlimit(run.status()["pid"], resource.RLIMIT_FSIZE, (size, size))
     _, errors = parent.communicate(timeout=60)
     assert parent.returncode == 1
-    last = errors.splitlines()[-1]
-    assert last.startswith("uma: ")
-    assert "cannot be written" in last
+    line, kept_line, again = errors.splitlines()[-3:]
+    assert line.startswith("uma: ")
+    assert "cannot be written" in line
     status = read_status(run.folder)
+    assert kept_line.startswith(f"  kept: the checkpoint of iteration {status.checkpoint}, ")
+    assert again == f"  continue: {status.command}"
     assert status.checkpoint is not None
     assert status.checkpoint >= 5
     kept = status.checkpoint + 5
@@ -211,6 +223,65 @@ def test_auto_resume_goes_on_from_the_checkpoint_with_half_the_rows_at_once(run:
     assert "pass_tokens" in errors  # in the note that it is not bit for bit the unbroken run
 
 
+DYING = """
+import os, signal, sys
+from pathlib import Path
+home = Path(os.environ["DYING"])
+def die(*_):
+    with (home / "died").open("a") as file:
+        file.write("died\\n")
+    sys.stderr.write({said!r})
+    sys.stderr.flush()
+    os.abort()
+if "UMA_TRAINING_PARENT" in os.environ and (home / "at once").exists():
+    die()
+if "UMA_TRAINING_PARENT" in os.environ and (home / "when asked to leave").exists():
+    take, signal.signal = signal.signal, lambda number, handler: handler
+    take(signal.SIGTERM, die)
+"""
+"""A ``sitecustomize.py``: MLX's abort on Metal, as it was posted, in each child."""
+
+
+@pytest.fixture
+def dying(run: Run) -> Run:
+    site = run.home / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(DYING.format(said=METAL.format(next(iter(ENDS)))))
+    run.environment["PYTHONPATH"] += os.pathsep + str(site)
+    run.environment["DYING"] = str(run.home)
+    return run
+
+
+def test_a_child_that_dies_at_once_each_time_is_tried_with_less_and_less_and_then_no_more(
+    dying: Run,
+) -> None:
+    parent = dying.start("--iters", "4000", "--auto-resume")
+    dying.wait_for(5)
+    (dying.home / "at once").touch()
+    os.kill(dying.status()["pid"], signal.SIGKILL)
+    _, errors = parent.communicate(timeout=60)
+    assert parent.returncode == 1
+    assert (dying.home / "died").read_text() == "died\n" * 2  # with 2 rows and with 1
+    assert "The GPU ran out of memory" in errors
+    assert errors.splitlines()[-1] == "one row at once is the least: not tried again"
+    status = dying.status()
+    assert status["state"] == "killed"
+    assert status["checkpoint_iteration"] >= 5
+    assert status["command"]
+
+
+def test_a_child_that_dies_while_it_is_asked_to_leave_is_not_begun_again(dying: Run) -> None:
+    (dying.home / "when asked to leave").touch()
+    parent = dying.start("--iters", "4000", "--auto-resume")
+    dying.wait_for(5)
+    parent.send_signal(signal.SIGINT)
+    _, errors = parent.communicate(timeout=60)
+    assert parent.returncode == 1
+    assert (dying.home / "died").read_text() == "died\n"
+    assert "The GPU ran out of memory" in errors
+    assert "going on with" not in errors
+
+
 def test_the_end_of_its_terminal_lets_a_run_save_and_leave(run: Run) -> None:
     parent = run.start("--iters", "4000")
     run.wait_for(5)
@@ -224,6 +295,25 @@ def test_the_end_of_its_terminal_lets_a_run_save_and_leave(run: Run) -> None:
     assert status.can_continue
 
 
+def test_a_run_under_nohup_is_not_ended_by_the_end_of_its_terminal(run: Run) -> None:
+    """A background job of a script ignores Ctrl-C in the same way."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}
+    try:
+        parent = run.start("--iters", "4000")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    run.wait_for(5)
+    for pid in (parent.pid, run.status()["pid"]):
+        for number in IGNORED:
+            os.kill(pid, number)
+    run.wait_for(events(run.folder)[-1]["iteration"] + 10)
+    parent.terminate()
+    _, errors = parent.communicate(timeout=60)
+    assert parent.returncode == 130
+    assert errors.count("saving after this step") == 1
+
+
 def test_a_child_whose_parent_is_gone_saves_and_leaves(run: Run) -> None:
     parent = run.start("--iters", "4000")
     run.wait_for(5)
@@ -233,14 +323,16 @@ def test_a_child_whose_parent_is_gone_saves_and_leaves(run: Run) -> None:
     while is_held(run.folder) and time.monotonic() < deadline:
         time.sleep(0.1)
     status = read_status(run.folder)
-    assert status.how == "stopped"
+    assert status.how == "abandoned"
     assert status.checkpoint == status.iteration
 
 
 def test_a_detached_run_outlives_the_command_and_is_ended_by_a_signal(run: Run) -> None:
-    done = run.uma(*run.arguments("--iters", "4000", "--detach"))
+    done = run.uma(*run.arguments("--iters", "4000", "--detach", "--json"))
     assert done.returncode == 0
-    pid = int(done.stdout.split("process ")[1].split(";")[0])
+    document = json.loads(done.stdout)
+    assert document["run"] == str(run.folder)
+    pid = document["pid"]
     assert os.getsid(pid) == pid  # a session of its own: no terminal's end reaches it
     run.wait_for(5)
     assert read_status(run.folder).how == "running"
@@ -251,7 +343,9 @@ def test_a_detached_run_outlives_the_command_and_is_ended_by_a_signal(run: Run) 
     deadline = time.monotonic() + 30
     while is_held(run.folder) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert read_status(run.folder).how == "stopped"
+    stopped = read_status(run.folder)
+    assert stopped.how == "stopped"
+    assert "--detach" in shlex.split(stopped.command or "")
 
 
 def test_a_detached_run_that_cannot_begin_says_so_at_once(run: Run) -> None:
@@ -259,3 +353,9 @@ def test_a_detached_run_that_cannot_begin_says_so_at_once(run: Run) -> None:
     done = run.uma(*run.arguments("--detach"))
     assert done.returncode == 1
     assert "train.jsonl:1:1" in done.stderr
+    for text in (
+        run.uma("lora", "status").stdout,
+        run.uma("lora", "status", str(run.folder)).stdout,
+    ):
+        assert text.startswith(f"{run.folder}: failed, iteration 0\n")
+        assert "train.jsonl:1:1" in text

@@ -12,12 +12,12 @@ LOGITS = TOKENS * VOCABULARY
 def bytes_a_logit(copies: Copies, width: int = WIDTH) -> tuple[int, int]:
     """The most that is alive in the forward and in the backward pass."""
     memory = Memory()
-    memory.moment = "forward"
     loss = LossRun(memory, TOKENS, VOCABULARY, width, copies)
     loss.forward(0)
-    memory.moment = "backward"
+    forward = memory.peak_bytes
+    memory.begin()
     loss.backward(0)
-    return memory.peaks["forward"] // LOGITS, memory.peaks["backward"] // LOGITS
+    return forward // LOGITS, memory.peak_bytes // LOGITS
 
 
 @pytest.mark.parametrize(

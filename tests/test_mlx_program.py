@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 
 from uma.engines.mlx_attention import gelu_tanh, rms_norm, rotary, whole_attention
 from uma.memory.compile_fuse import fused, simplified
-from uma.memory.mlx_plan import compiled_plan, structure_of
+from uma.memory.mlx_plan import family_of
 from uma.memory.mlx_program import Program, Value
+from uma.memory.mlx_sample import Sample
 
 ROWS, HEADS, GROUPS, LENGTH, WIDTH = 2, 4, 2, 16, 8
 STREAM = (ROWS, LENGTH, HEADS * WIDTH)
@@ -106,11 +108,12 @@ def test_gradients_are_made_of_the_operations_of_mlx(name: str) -> None:
         if e["type"] == "primitive" and not (e["name"] == "Broadcast" and not e["inputs"][0][1])
     )
     p, roots = laid_out(name)
-    kept, numbers = simplified(needed(p, roots), p.layouts, [x.number for x in roots])
+    kept, numbers = simplified(needed(p, roots), p.arrays, [x.number for x in roots])
+    shapes = [list(p.shapes)[number] for number, _ in p.arrays]
     ours = Counter(
-        (o.name, tuple(p.layouts[o.outputs[0]].shape))
+        (o.name, shapes[o.outputs[0]])
         for o in kept
-        if not (o.name == "Broadcast" and not p.layouts[o.inputs[0]].shape)
+        if not (o.name == "Broadcast" and not shapes[o.inputs[0]])
     )
     views = {"Reshape", "Flatten", "Unflatten"}  # which of them reshapes is the same to memory
     assert alike(ours, views) == alike(theirs, views)
@@ -138,8 +141,8 @@ def test_as_many_kernels_are_made_as_by_mx_compile(name: str, tmp_path: Path) ->
         if "label" in line
     ]
     p, roots = laid_out(name)
-    kept, numbers = simplified(needed(p, roots), p.layouts, [x.number for x in roots])
-    made, _ = fused(kept, p.layouts, numbers)
+    kept, numbers = simplified(needed(p, roots), p.arrays, [x.number for x in roots])
+    made = fused(kept, p.arrays, numbers)
     ours = Counter("Compiled" if o.name == "Compiled" else "other" for o in made)
     theirs = Counter("Compiled" if x.startswith("Compiled") else "other" for x in labels)
     assert ours["Compiled"] == theirs["Compiled"]
@@ -152,7 +155,25 @@ def test_a_plan_serves_programs_of_other_sizes() -> None:
         x = p.primal(p.source(ROWS, length, WIDTH, width=4))
         out = rms_norm(p, x, p.source(WIDTH, width=4))
         roots = p.vjp([(out, p.source(*out.shape, width=4))], [x])
-        plan = compiled_plan(structure_of(p, tuple(r.number for r in roots)))
-        found.append((plan, p.compiled_most(roots, "cpu")))
+        found.append((family_of(p.structure(roots)), p.above(roots, "cpu", compiled=True)))
     assert found[0][0] is found[1][0]
+    assert len(found[0][0].plans) == len(found[0][0].courses) == 1
     assert found[1][1] == pytest.approx(2 * found[0][1], rel=0.1)
+
+
+def test_programs_of_one_structure_follow_what_another_has_added() -> None:
+    def lay_out(p: Program, rows: int, *, longer: bool = False) -> list[Value]:
+        x = p.source(rows, WIDTH, width=4)
+        x = p.multiply(x, p.source(rows, WIDTH, width=4))
+        return [p.unary("Exp", p.matmul(x, p.swapped(x))) if longer else p.matmul(x, p.swapped(x))]
+
+    cases = [
+        (Sample(partial(lay_out, rows=rows), "metal"), partial(lay_out, rows=rows))
+        for rows in (LENGTH, 4096)
+    ]
+    assert cases[0][0].family is cases[1][0].family
+    for longer in (False, True):
+        for sample, lay in cases:
+            p = Program()
+            alone = p.above(lay(p, longer=longer), "metal")
+            assert sample.above(longer, partial(lay, longer=longer)) == alone

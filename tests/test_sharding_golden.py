@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
-from uma.memory.sharding import States, deepspeed_estimate, placed
-from uma.workload import Sharding
+from uma.architecture.layers import Architecture, Parameter
+from uma.engines import torch_deepspeed
+from uma.engines.torch_deepspeed import beside_states, deepspeed_terms
+from uma.engines.torch_model import Model, Settings
+from uma.memory.sharding import Moved, States, communication_bytes, deepspeed_estimate, placed
+from uma.workload import Sharding, TrainingWorkload
 
 GOLDEN = json.loads((Path(__file__).parent / "data/torch_sharding.json").read_text())
 FLOAT32, HALF = 4, 2
@@ -28,19 +32,85 @@ def is_spread(row: dict[str, Any]) -> bool:
 
 
 def named(row: dict[str, Any]) -> str:
-    return " ".join(str(row[key]) for key in ("model", "stage", "devices", "nodes") if key in row)
+    keys = ("model", "stage", "offload", "batches", "devices", "nodes")
+    return " ".join(str(row[key]) for key in keys if key in row)
+
+
+def states_of(row: dict[str, Any]) -> States:
+    size = elements(row)
+    return States(HALF * size, HALF * size, 3 * FLOAT32 * size)
+
+
+def spread_of(row: dict[str, Any]) -> Sharding:
+    optimizer = "host" if row["offload"] else ""
+    parameters = "host" if row["offload"] == "all" else ""
+    return Sharding(
+        data=row["devices"],
+        zero_stage=row["stage"],
+        offload_optimizer=optimizer,  # type: ignore[arg-type]
+        offload_parameters=parameters,  # type: ignore[arg-type]
+    )
+
+
+def trained(row: dict[str, Any]) -> Model:
+    """The two linear layers of ``row`` as a model that is trained in full."""
+    shapes = GOLDEN["shapes"][row["model"]]
+    parameters = tuple(Parameter("p", tuple(shape), "matrix") for shape in shapes)
+    workload = TrainingWorkload(
+        method="full",
+        num_layers=None,
+        sharding=spread_of(row),
+        grad_accumulation_steps=row["batches"],
+    )
+    architecture = Architecture("toy", None, 1, 1, None, False, (), parameters)
+    return Model(architecture, workload, Settings(deepspeed=True))
 
 
 @pytest.mark.parametrize("row", GOLDEN["deepspeed"], ids=named)
-def test_zero_leaves_on_one_device_what_deepspeeds_own_objects_keep(row: dict[str, Any]) -> None:
-    size = elements(row)
-    whole = States(HALF * size, HALF * size, 3 * FLOAT32 * size)
-    spread = Sharding(data=row["devices"], zero_stage=row["stage"])
-    found = placed(whole, spread).device
+def test_zero_splits_weights_and_states_as_deepspeeds_own_objects_do(row: dict[str, Any]) -> None:
+    found = placed(states_of(row), spread_of(row))
+    states = found.host if row["offload"] else found.device
+    weights = found.host if row["offload"] == "all" else found.device
     rounded = padding(row)
     kept = row["master_bytes"] + row["state_bytes"]
-    assert 0 <= row["parameter_bytes"] - found.parameter_bytes <= HALF * rounded
-    assert 0 <= kept - found.optimizer_bytes <= 3 * FLOAT32 * rounded
+    assert 0 <= row["parameter_bytes"] - weights.parameter_bytes <= HALF * rounded
+    assert 0 <= kept - states.optimizer_bytes <= 3 * FLOAT32 * rounded
+
+
+@pytest.mark.parametrize("row", [r for r in GOLDEN["deepspeed"] if r["offload"]], ids=named)
+def test_an_offloaded_optimizer_has_float32_gradients_and_16_bit_copies_on_the_host(
+    row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """18 bytes of each parameter, and copies of gradients in stages 1 and 2."""
+    monkeypatch.setattr(torch_deepspeed, "_idle", lambda size: 0)  # the CPU pins nothing
+    kinds = ["master", "state", "float32_gradient", "gradient_buffer", "weight_copy", "largest"]
+    if row["offload"] == "all":
+        kinds.append("parameter")
+    kept = sum(row[f"{kind}_bytes"] for kind in kinds)
+    model = trained(row)
+    host, disk = beside_states(model)
+    sums = row["stage"] == 2 and row["batches"] > 1
+    # Sums are of whole parameters, of which this device has a half on average.
+    summed = placed(states_of(row), spread_of(row)).host.gradient_bytes if sums else 0
+    assert 0 < row["sum_bytes"] <= HALF * elements(row) if sums else row["sum_bytes"] == 0
+    found = placed(states_of(row), spread_of(row)).host.total_bytes + host - summed
+    assert 0 <= kept - found <= 22 * padding(row)
+    assert disk == 0
+    on_device = [t.size_bytes for t in deepspeed_terms(model) if "largest" in t.source]
+    assert on_device == [row["largest_on_device_bytes"]]
+
+
+@pytest.mark.parametrize("row", GOLDEN["deepspeed"], ids=named)
+def test_devices_send_what_deepspeed_gives_to_its_collectives(row: dict[str, Any]) -> None:
+    """An all-reduce sends twice what it is given, of which one of two devices has a half."""
+    moved = Moved(states_of(row), batches=row["batches"])
+    found = communication_bytes(moved, spread_of(row))
+    given, few = row["sent_bytes"], 16  # norms and flags are reduced too
+    gradients = (2 * given["all_reduce"] + given["reduce_scatter"]) // row["devices"]
+    gathered = given["all_gather"] // row["devices"]
+    passes = 2 * row["batches"]
+    assert 0 <= gradients - found["gradients"] <= few + HALF * row["batches"] * padding(row)
+    assert 0 <= gathered - found["parameters"] <= HALF * passes * padding(row)
 
 
 @pytest.mark.parametrize("row", GOLDEN["fsdp"], ids=named)

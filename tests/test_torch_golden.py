@@ -18,7 +18,9 @@ PEAK_TOLERANCE = 0.1
 
 
 def model_of(row: dict[str, Any]) -> Model:
-    config = {"model_type": "llama", "rms_norm_eps": 1e-6, "rope_theta": 1e4, **GOLDEN["config"]}
+    family = row.get("family", "llama")
+    config = {"model_type": family, "rms_norm_eps": 1e-6, "rope_theta": 1e4, **GOLDEN["config"]}
+    config |= GOLDEN["experts"].get(family, {})
     workload = TrainingWorkload(
         method=row["method"],
         rank=GOLDEN["rank"],
@@ -35,12 +37,14 @@ def model_of(row: dict[str, Any]) -> Model:
         kernel="eager",
         copies=TRANSFORMERS,
         inputs_need_gradients=row["checkpoint"],
+        sorted_experts=True,  # integrations/moe.py, grouped_mm_experts_forward
     )
     return Model(architecture_from_config(config), workload, settings)
 
 
 def named(row: dict[str, Any]) -> str:
-    return f"{row['method']} {row['targets']} {row['dtype']} {'checkpoint' * row['checkpoint']}"
+    family = row.get("family", "")
+    return f"{family} {row['method']} {row['targets']} {row['dtype']} {'ck' * row['checkpoint']}"
 
 
 @pytest.mark.parametrize("row", GOLDEN["rows"], ids=named)

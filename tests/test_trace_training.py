@@ -18,7 +18,7 @@ from uma.ledger import peak, phase_totals
 from uma.memory.weights import weight_bytes
 from uma.quantization import Quantization
 from uma.runtime.trace_training import trace_training
-from uma.workload import Trainer, TrainingWorkload
+from uma.workload import Backend, Trainer, TrainingWorkload
 
 MEASURED = json.loads((Path(__file__).parent / "data/training_memory_mlx.json").read_text())["rows"]
 KINDS = ("full", "sliding", "latent", "moe")
@@ -29,12 +29,14 @@ def workload(**changes: Any) -> TrainingWorkload:
     return TrainingWorkload(**(settings | {"dtype": "float32"} | changes))
 
 
-def closed(config: dict[str, Any], asked: TrainingWorkload, trainer: Trainer) -> Any:
+def closed(
+    config: dict[str, Any], asked: TrainingWorkload, trainer: Trainer, backend: Backend = "cpu"
+) -> Any:
     architecture = architecture_from_config(config)
     form = Quantization(4, 32) if asked.quantized else None
     weights = weight_bytes(architecture, form, 4)
     terms = own_training_terms if trainer == "uma" else training_terms
-    return terms(architecture, weights, asked, backend="cpu")
+    return terms(architecture, weights, asked, backend=backend)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,6 +84,15 @@ def test_what_is_there_before_the_step_is_that_of_the_closed_form() -> None:
             )
         ]
         assert held[0] == held[1]
+
+
+@pytest.mark.parametrize("trainer", ["mlx_lm", "uma"])
+def test_a_step_for_metal_is_traced_with_its_gradients(trainer: Trainer) -> None:
+    """Norms and rotations are decomposed in the trace, where Metal has kernels."""
+    config, asked = CONFIGS["full"], workload()
+    traced = peak(trace_training(config, None, asked, "metal", trainer=trainer))[1]
+    kernels = peak(closed(config, asked, trainer, "metal"))[1]
+    assert traced == pytest.approx(kernels, rel=0.12)
 
 
 def test_nothing_of_a_large_model_is_evaluated() -> None:

@@ -72,6 +72,21 @@ def test_a_pool_that_the_end_of_the_card_cut_off_is_not_fitted() -> None:
     assert fit_training.point_of({**one, "device_mem_gb": str(shown / 1024 / 0.95)}) is None
 
 
+def test_the_pool_of_a_run_that_ended_well_is_no_larger_than_its_card() -> None:
+    cells = {"seq_len": "2048", "seq_len_kind": "fixed", "method": "lora", "rank": "8"}
+    ended = row(**QWEN, **cells, n_gpus="1", mem_kind="device_used", outcome="ok")
+    alone = training.predicted_bytes(ended, training.case_of(ended))
+    held = training.case_of({**ended, "mem_kind": "torch_allocated"})
+    allocated = training.predicted_bytes({**ended, "mem_kind": "torch_allocated"}, held)
+    between = (alone + allocated) // 2
+    on_card = {**ended, "device_mem_gb": str(between / 2**30)}
+    assert training.predicted_bytes(on_card, training.case_of(on_card)) == pytest.approx(between)
+    tiny = {**ended, "device_mem_gb": "1"}
+    assert training.predicted_bytes(tiny, training.case_of(tiny)) > allocated
+    failed = {**on_card, "outcome": "OOM"}
+    assert training.predicted_bytes(failed, training.case_of(failed)) == alone
+
+
 @pytest.mark.parametrize(
     ("cells", "expected"),
     [

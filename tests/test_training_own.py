@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from models import CONFIGS
 
@@ -12,16 +14,18 @@ from uma.architecture import architecture_from_config
 from uma.dataset.batches import padded_length
 from uma.engines.mlx_own_step import OwnStep, own_training_terms
 from uma.engines.mlx_training import training_terms
+from uma.engines.mlx_updates import update_8bit_bytes
 from uma.ledger import peak, phase_totals
 from uma.memory.weights import weight_bytes
+from uma.runtime.lora.optimizer import make_optimizer
 from uma.workload import TrainingWorkload
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from bench_training_memory import own_measured, own_predicted
 
 MEASURED = json.loads((Path(__file__).parent / "data/training_memory_own.json").read_text())["rows"]
+KINDS = ("full", "sliding", "latent", "moe", "recurrent", "hybrid")
 TOLERANCE = 0.08
-RECURRENT_TOLERANCE = 0.09
 
 
 def error(row: dict[str, Any]) -> float:
@@ -40,18 +44,11 @@ def terms(kind: str, **changes: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("kind", ["full", "sliding", "latent", "moe"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_peaks_of_a_grid_of_shapes_are_within_8_percent(kind: str) -> None:
-    found = [error(row) for row in MEASURED if row["kind"] == kind]
-    assert len(found) >= 6
-    assert max(found) < TOLERANCE
-
-
-@pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
-def test_peaks_of_recurrent_models_are_within_9_percent(kind: str) -> None:
-    found = [error(row) for row in MEASURED if row["kind"] == kind]
-    assert len(found) >= 3
-    assert max(found) < RECURRENT_TOLERANCE
+    found = {str(row): error(row) for row in MEASURED if row["kind"] == kind}
+    assert len(found) >= 15
+    assert {row: e for row, e in found.items() if e > TOLERANCE} == {}
 
 
 def test_a_step_that_runs_now_stays_within_8_percent() -> None:
@@ -73,7 +70,8 @@ def test_what_is_held_before_a_step_is_that_of_mlx_lm() -> None:
 
 
 def test_our_own_step_needs_less_than_mlx_lm_with_its_checkpointing() -> None:
-    for kind in ("full", "sliding", "latent", "moe"):
+    """Latent attention needs as much: its rotary scores are a mask that is added, and not cut."""
+    for kind in ("full", "sliding", "moe"):
         architecture = architecture_from_config(CONFIGS[kind])
         weights = weight_bytes(architecture, None, 4)
         asked = workload(max_seq_length=513, grad_checkpoint=1)
@@ -109,4 +107,43 @@ def test_accumulated_gradients_are_held_in_every_phase() -> None:
     one, four = (phase_totals(terms("full", grad_accumulation_steps=n)) for n in (1, 4))
     size = next(t.size_bytes for t in terms("full") if t.name == "adapters")
     assert four["backward"] - one["backward"] == size
-    assert four["optimizer"] - one["optimizer"] == 2 * size
+    assert four["optimizer"] - one["save"] == 3 * size  # both and their sum
+
+
+def test_the_first_trained_layer_has_no_gradient_of_its_input() -> None:
+    step = OwnStep(architecture_from_config(CONFIGS["full"]), workload(method="full"), "cpu")
+    layer = step.architecture.layers[0]
+    assert step.backward(layer, first=True) != step.backward(layer)
+
+
+@pytest.mark.parametrize("shapes", [[(256, 256)] * 3, [(1024, 512), (2048, 1024)]])
+def test_an_update_in_8_bits_takes_what_is_said(shapes: list[tuple[int, int]]) -> None:
+    model = nn.Module()
+    for n, shape in enumerate(shapes):
+        setattr(model, f"w{n}", mx.random.normal(shape))
+    gradients = dict(model.parameters())
+    optimizer = make_optimizer("adamw8bit", 1e-5)
+    mx.eval(gradients)
+    measured = []
+    for _ in range(3):
+        mx.synchronize()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        optimizer.update(model, gradients)
+        mx.eval(model.parameters(), optimizer.state)
+        measured.append(mx.get_peak_memory() - before)
+    said = update_8bit_bytes([(shape, 4) for shape in shapes])
+    assert max(measured[1:]) == pytest.approx(said, rel=TOLERANCE)
+
+
+def test_examples_that_share_a_row_see_a_part_of_it() -> None:
+    apart = terms("full", max_seq_length=1025)
+    architecture = architecture_from_config(CONFIGS["full"])
+    packed = own_training_terms(
+        architecture,
+        weight_bytes(architecture, None, 4),
+        workload(max_seq_length=1025),
+        backend="cpu",
+        packed_tokens=100,
+    )
+    assert peak(packed)[1] < 0.5 * peak(apart)[1]

@@ -17,8 +17,8 @@ from uma.catalog import model_config
 from uma.checkpoint.free_names import find_free
 from uma.engines.torch_model import Settings
 from uma.engines.torch_training import training_terms
-from uma.ledger import peak
-from uma.memory.loss import TRANSFORMERS, TRANSFORMERS_46, Copies
+from uma.ledger import peak, phase_totals
+from uma.memory.loss import TRANSFORMERS, TRANSFORMERS_45, TRANSFORMERS_46, Copies
 from uma.workload import Sharding, TrainingWorkload
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -152,6 +152,83 @@ def test_checkpoints_of_prepared_models_are_float32() -> None:
         slopes.append((sizes[1] - sizes[0]) / (4 * 4096))
     assert slopes[0] == pytest.approx(734_762, rel=0.002)
     assert slopes[1] == pytest.approx(996_906, rel=0.03)
+
+
+LITGPT = Settings(
+    autocast=False,
+    prepare_kbit=False,
+    adapter_width=2,
+    dropout=True,
+    reentrant=False,
+    copies=Copies(chunks=8),
+    fsdp_hooks=False,
+    whole_at_load=True,
+    mixes_frozen=True,
+)
+
+
+@pytest.mark.parametrize(("batch_size", "measured"), [(1, 4_860_000_000), (2, 5_050_000_000)])
+def test_frozen_weights_in_a_unit_of_fsdp_with_trained_ones_get_gradients(
+    batch_size: int, measured: int
+) -> None:
+    """lit-gpt 8641822, tutorials/resource-tables.md: phi-1.5 over two A100, its gradients whole."""
+    workload = asked(
+        rank=8,
+        targets=("q_proj", "v_proj"),
+        batch_size=batch_size,
+        max_seq_length=1044,
+        grad_accumulation_steps=64,
+        **FSDP,
+    )
+    phase, size = peak(training_terms(model("microsoft/phi-1_5"), workload, LITGPT))
+    assert phase == "backward"
+    assert size == pytest.approx(measured, rel=0.1)
+
+
+def test_gradients_of_earlier_batches_are_there_from_the_start() -> None:
+    architecture, settings = model("Llama-3.2-1B"), Settings(autocast=False)
+    once, summed = (
+        phase_totals(training_terms(architecture, full(grad_accumulation_steps=steps), settings))
+        for steps in (1, 2)
+    )
+    assert summed["forward"] - once["forward"] == 2 * architecture.num_parameters
+    assert summed["optimizer"] == once["optimizer"]
+
+
+def test_experts_that_fsdp_leaves_alone_are_spread_over_devices_of_their_own() -> None:
+    """Mixtral-8x7B: 32 layers of 8 experts of 3 matrices of 4,096 x 14,336, two halves of them."""
+    architecture, experts = model("Mixtral-8x7B-v0.1"), 32 * 8 * 3 * 4096 * 14336
+    settings = Settings(autocast=False, sorted_experts=True, expert_devices=2)
+    workload = full(sharding=Sharding(data=4, zero_stage=3))
+    terms = training_terms(architecture, workload, settings)
+    held = {t.name: t.size_bytes for t in terms if t.phase == "always"}
+    rest = architecture.num_parameters - experts
+    assert held["weights"] == 2 * (experts // 2 + rest // 4)
+    assert held["optimizer_states"] == 2 * held["weights"]
+
+
+def test_torchao_0_1_needs_most_while_it_quantizes() -> None:
+    """torchtune's tutorial of QLoRA: 9.13 GB reserved once Llama-2-7B is made, 9.29 in training."""
+    settings = Settings(
+        autocast=False,
+        prepare_kbit=False,
+        adapter_width=2,
+        reentrant=False,
+        copies=TRANSFORMERS_45,
+        quantizes_whole=True,
+        variable_lengths=True,
+    )
+    workload = asked(
+        rank=8,
+        targets=(),
+        batch_size=2,
+        max_seq_length=512,
+        quantized="nf4-double",
+        mem_kind="reserved",
+    )
+    phase, size = peak(training_terms(model("Llama-2-7b-hf"), workload, settings))
+    assert phase == "load"
+    assert size == pytest.approx(9_290_000_000, rel=0.1)
 
 
 def test_full_training_in_bfloat16_takes_10_bytes_a_parameter_whatever_the_batch() -> None:

@@ -98,6 +98,31 @@ class Sharding:
         return self.shard_group or self.replicas
 
 
+def bits_word(bits: int) -> str:
+    """How ``TrainingWorkload.quantized`` says MLX's formats.
+
+    >>> bits_word(4), bits_word(16)
+    ('4 bits', '')
+    """
+    return "" if bits >= 16 else f"{bits} bits"
+
+
+def bits_named(word: str) -> int:
+    """The bits of a ``bits_word``.
+
+    >>> bits_named("4 bits"), bits_named("")
+    (4, 16)
+
+    Raises:
+        UsageError: If it is something else.
+    """
+    found = {bits_word(bits): bits for bits in (2, 3, 4, 5, 6, 8, 16)}
+    if word not in found:
+        known = ", ".join(map(repr, found))
+        raise UsageError(f"{word!r} is no format of weights on MLX; known are {known}")
+    return found[word]
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingWorkload:
     """One step of training on the longest batch: ``batch_size`` rows of ``max_seq_length`` tokens.

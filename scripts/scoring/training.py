@@ -1,7 +1,8 @@
 """Rows of measured training memory, and what is predicted for them."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from uma.architecture.layers import Architecture
@@ -9,7 +10,8 @@ from uma.engines import mlx_training
 from uma.engines.torch_training import training_terms
 from uma.errors import UsageError
 from uma.ledger import peak
-from uma.units import GB
+from uma.memory.term import MemoryTerm
+from uma.units import GB, GIB
 from uma.workload import MemoryKind
 
 from .rows import (
@@ -46,13 +48,15 @@ READERS: tuple[tuple[str, Callable[[Row, Architecture], Case]], ...] = (
 )
 NEARLY = 0.1  # a cap on lengths is enough where it moves the peak by no more
 SHORT = 64  # tokens
+COMMAND = "with the command line's settings"
 
 
 def score(rows: Iterable[Row]) -> dict[str, Group]:
     """Training peaks against the band that each row was measured in, and runs out of memory.
 
-    Rows that are ready to calibrate with are a group of their own. A run that was out of memory
-    counts as predicted if one device would need more than it has.
+    Rows that are ready to calibrate with are a group of their own. Each is also predicted as
+    options of ``uma estimate --train`` say it, without the facts of its version (``Case.facts``). A
+    run that was out of memory counts as predicted if one device would need more than it has.
     """
     ready = Group("training", "torch", "calibration ready")
     other = Group("training", "torch", "other")
@@ -69,7 +73,10 @@ def _score(row: Row, group: Group, out_of_memory: bool) -> None:
     name = row["record_id"]
     try:
         if not out_of_memory:
-            group.errors[name] = error_of(row)
+            case = case_of(row)
+            group.errors[name] = error_of(row, case)
+            with suppress(Skipped, UsageError):  # of a cap on lengths too much depends then
+                group.parts.setdefault(COMMAND, {})[name] = error_of(row, case.as_commanded)
         else:
             found = _exceeds(row)
             group.confusion["true_exceeds" if found else "false_fits"] += 1
@@ -79,9 +86,9 @@ def _score(row: Row, group: Group, out_of_memory: bool) -> None:
         group.skipped[name] = INCOMPLETE
 
 
-def error_of(row: Row) -> float:
+def error_of(row: Row, case: Case) -> float:
     """How far outside of the measured band the prediction lies, as a fraction of its near end."""
-    predicted = predicted_bytes(row, case_of(row))
+    predicted = predicted_bytes(row, case)
     low, high = decimal(row["peak_bytes_lo"]), decimal(row["peak_bytes_hi"])
     if not 1 <= low <= high <= MOST_BYTES:
         raise Skipped(METRIC)
@@ -115,7 +122,7 @@ def case_of(row: Row) -> Case:
     return replace(
         case,
         workload=replace(case.workload, mem_kind=kind_of(row)),
-        settings=replace(case.settings, variable_lengths=shape.varies),
+        stack=replace(case.stack, variable_lengths=shape.varies),
         bound=shape.bound,
     )
 
@@ -177,4 +184,19 @@ def predicted_bytes(row: Row, case: Case) -> int:
     terms = training_terms(case.architecture, case.workload, case.settings)
     together = row["mem_scope"].startswith(("total", "process (all"))
     devices = number(row["n_gpus"]) if together else 1
-    return peak(terms)[1] * max(1, devices)
+    return _held_bytes(row, case, terms) * max(1, devices)
+
+
+def _held_bytes(row: Row, case: Case, terms: Sequence[MemoryTerm]) -> int:
+    """The peak of a device; the pool of a run that ended well had no more than there was.
+
+    torch gives free blocks back before it is out of memory (2.4, ``CUDACachingAllocator.cpp``,
+    ``release_cached_blocks``).
+    """
+    found = peak(terms)[1]
+    card = round(decimal(row["device_mem_gb"]) * GIB)
+    if row["outcome"] != "ok" or not card:
+        return found
+    pool = sum(t.size_bytes for t in terms if t.name == "buffer_pool")
+    beside = 0 if case.workload.mem_kind == "device" else case.settings.cuda_context_bytes
+    return max(found - pool, min(found, card - beside))

@@ -4,11 +4,11 @@ import re
 from dataclasses import replace
 
 from uma.architecture.layers import Architecture, Parameter
-from uma.engines.torch_model import Settings
 from uma.memory.loss import TRANSFORMERS_45, Copies
 from uma.memory.weights import weight_bytes
+from uma.plan.training.stacks import Precision, Stack
 from uma.quantization import Quantization
-from uma.workload import DEFAULT_NUM_LAYERS, DEFAULT_RANK, Sharding, TrainingWorkload
+from uma.workload import DEFAULT_NUM_LAYERS, DEFAULT_RANK, Sharding, TrainingWorkload, bits_word
 
 from .rows import INCOMPLETE, Row, Skipped, number
 from .training_models import Case
@@ -27,6 +27,7 @@ def fsdp(row: Row) -> Sharding:
         zero_stage=3,
         offload_parameters=host,  # type: ignore[arg-type]
         offload_optimizer=host,  # type: ignore[arg-type]
+        fsdp=True,
     )
 
 
@@ -47,26 +48,18 @@ def litgpt(row: Row, architecture: Architecture) -> Case:
         grad_checkpoint=1 if row["grad_ckpt"].startswith("True") else 0,
         optimizer=optimizer_of(row),
         quantized=quantized_of(row),
-        sharding=Sharding(data=gpus, zero_stage=3 if sharded else 0),
+        sharding=Sharding(data=gpus, zero_stage=3 if sharded else 0, fsdp=sharded),
+        grad_accumulation_steps=shape.accumulated,
     )
-    mixed = "mixed" in row["precision"]
-    settings = Settings(
-        autocast=mixed,
-        weight_width=4 if mixed else 0,
-        prepare_kbit=False,
-        adapter_width=4 if mixed else 2,
-        dropout=True,
-        reentrant=False,
-        inputs_need_gradients=False,
-        copies=Copies(chunks=8),
-        fsdp_hooks=False,
-        whole_at_load="8641822" in row["framework"],  # finetune/lora.py: empty_init=False
-        keeps_quantized_inputs=True,  # it asked for bitsandbytes 0.41 and 0.42
-        # finetune/lora.py, fit, binds logits and loss again after the next batch has run. Until
-        # it was renamed in 2024 the longest batch came first.
-        holds_last_graph=row["framework"].startswith("litgpt"),
-    )
-    return Case(_untied(architecture), workload, settings)
+    precision: Precision = "mixed" if "mixed" in row["precision"] else "16-bit"
+    facts = {
+        "whole_at_load": "8641822" in row["framework"],  # finetune/lora.py: empty_init=False
+        "keeps_quantized_inputs": True,  # it asked for bitsandbytes 0.41 and 0.42
+        # Until it was renamed in 2024 the longest batch came first: its graph is the last one.
+        "holds_last_graph": row["framework"].startswith("litgpt"),
+    }
+    stack = Stack("litgpt", precision=precision, lora_dropout=not full)
+    return Case(_untied(architecture), workload, stack, facts)
 
 
 def _untied(architecture: Architecture) -> Architecture:
@@ -83,13 +76,14 @@ def torchtune(row: Row, architecture: Architecture) -> Case:
     """torchtune's recipes of 2024 (recipes/configs/llama2).
 
     Full training of one card pages AdamW and updates going backward (7B_full_low_memory.yaml);
-    LoRA of 7B over several is not checkpointed (7B_lora.yaml).
+    LoRA of 7B over several is not checkpointed (7B_lora.yaml), but in the table of May, whose
+    lengths are told. torchao was 0.1 from April to June (pyproject.toml).
     """
     shape, method = shape_of(row), method_of(row)
     full, optimizer, alone = method == "full", row["optimizer"], number(row["n_gpus"]) <= 1
     low_memory = full and alone and optimizer == "recipe default"
     small = not full and not alone and len(architecture.layers) <= 32
-    kept = small and "recipe default" in row["grad_ckpt"]
+    kept = small and "recipe default" in row["grad_ckpt"] and not row["seq_len"]
     workload = TrainingWorkload(
         method=method,
         rank=number(row["rank"]) or 8,
@@ -102,27 +96,24 @@ def torchtune(row: Row, architecture: Architecture) -> Case:
         quantized=quantized_of(row),
         sharding=fsdp(row),
     )
-    settings = Settings(
-        autocast=False,
-        prepare_kbit=False,
-        adapter_width=2,
-        offloads_inputs="activations" in row["offload"],
-        foreach=not re.search("fused|foreach=False", optimizer),
-        optimizer_in_backward=low_memory or "in_bwd" in optimizer,
-        reentrant=False,
-        inputs_need_gradients=False,
-        copies=_torchtune_loss(row),
-        fsdp_hooks=False,
-        fused_kernels=row["compile"] == "True",
-    )
-    return Case(architecture, workload, settings)
+    facts = {
+        "offloads_inputs": "activations" in row["offload"],
+        "foreach": not re.search("fused|foreach=False", optimizer),
+        "copies": _torchtune_loss(row),
+        "fused_kernels": row["compile"] == "True",
+        "splits_root": "custom_sharded_layers" in row["notes"],
+        "quantizes_whole": bool(re.search(r"\((Apr|May-Sep) 2024|qlora_finetune", row["source"])),
+    }
+    stack = Stack("torchtune", optimizer_in_backward=low_memory or "in_bwd" in optimizer)
+    return Case(architecture, workload, stack, facts)
 
 
 def _torchtune_loss(row: Row) -> Copies:
     """In chunks since 0.4; before, one of float32 logits that are shifted (recipes, train)."""
+    chunks = 8 if "chunked" in row["loss_impl"] else 1
     if row["compile"] == "True":
-        return Copies(compiled=True)
-    return Copies(chunks=8) if "chunked" in row["loss_impl"] else TRANSFORMERS_45
+        return Copies(compiled=True, chunks=chunks)
+    return Copies(chunks=chunks) if chunks > 1 else TRANSFORMERS_45
 
 
 def torchtitan(row: Row, architecture: Architecture) -> Case:
@@ -139,18 +130,14 @@ def torchtitan(row: Row, architecture: Architecture) -> Case:
         max_seq_length=shape.length // context,
         grad_checkpoint=1,
         optimizer="adamw",
-        sharding=Sharding(data=data, tensor=tensor, pipeline=pipeline, zero_stage=3),
+        sharding=Sharding(data=data, tensor=tensor, pipeline=pipeline, zero_stage=3, fsdp=True),
     )
-    settings = Settings(
-        autocast=False,
-        weight_width=4,
-        foreach=False,
-        reentrant=False,
-        selective=not checkpointed,
-        fsdp_hooks=False,
-        fused_kernels=row["compile"] == "True",
-    )
-    return Case(architecture, workload, settings)
+    facts = {
+        "autocast": False,
+        "selective": not checkpointed,
+        "fused_kernels": row["compile"] == "True",
+    }
+    return Case(architecture, workload, Stack("trainer", precision="mixed"), facts)
 
 
 def _degree(text: str, name: str) -> int:
@@ -180,7 +167,7 @@ def mlx(row: Row, architecture: Architecture) -> Case:
         batch_size=shape.batch,
         max_seq_length=shape.length,
         grad_checkpoint=1 if row["grad_ckpt"] == "True" else 0,
-        quantized=bits[0] if bits and quantized else "",
+        quantized=bits_word(int(bits[1])) if bits and quantized else "",
     )
     form = Quantization(int(bits[1]), 64) if workload.quantized and bits else None
-    return Case(architecture, workload, Settings(), weight_bytes(architecture, form))
+    return Case(architecture, workload, weights=weight_bytes(architecture, form))

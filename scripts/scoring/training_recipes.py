@@ -51,6 +51,9 @@ RECIPES = (
     # alpaca-gpt4, whose longest rows have 131 and 607 tokens (Supported-models-and-datasets).
     Recipe(r"ms-swift", r"examples/train/(tuners|multi-gpu|streaming)/", 1, 131),
     Recipe(r"ms-swift", r"examples/train/full/train", 1, 607),
+    # pytorch/torchtune, the table of May 2024: max_seq_len is set for it, to more than the longest
+    # row of alpaca-cleaned (as below).
+    Recipe(r"torchtune", r"May-Sep 2024", 4, 1028),
     # pytorch/torchtune: batch_size of the recipes, and max_seq_len of datasets/_alpaca.py from
     # 73647e26 (2024-03-30) to 8295cc35 (2024-08-15).
     Recipe(r"torchtune", r".", 2, 512),

@@ -4,8 +4,8 @@ import re
 from dataclasses import replace
 
 from uma.architecture.layers import Architecture
-from uma.engines.torch_model import Settings
 from uma.memory.loss import TRANSFORMERS, TRANSFORMERS_45, TRANSFORMERS_46, Copies
+from uma.plan.training.stacks import Stack
 from uma.workload import Sharding, TrainingWorkload
 
 from .rows import INCOMPLETE, NOT_TOLD, Row, Skipped, number
@@ -26,8 +26,9 @@ def fms(row: Row, architecture: Architecture) -> Case:
     plugins = re.search(r"\(([^()]*)\)$", row["framework"])
     name = plugins[1] if plugins else ""
     shape, method = shape_of(row), method_of(row)
-    experts = re.search(r"moe-\S+-ep(\d+)", name)  # spread over so many devices, not all
-    gpus = int(experts[1]) if experts else number(row["n_gpus"])
+    experts = re.search(r"moe-\S+-ep(\d+)", name)  # spread over so many devices, not by FSDP
+    expert_devices = int(experts[1]) if experts else 0
+    gpus = number(row["n_gpus"])
     quantized, sharded, full = quantized_of(row), gpus > 1, method == "full"
     half = "float16 w" in row["precision"] and "bf" not in row["precision"]
     workload = TrainingWorkload(
@@ -42,22 +43,25 @@ def fms(row: Row, architecture: Architecture) -> Case:
         dtype="float16" if half else "bfloat16",
         quantized=quantized,
         grad_accumulation_steps=shape.accumulated,
-        sharding=Sharding(data=gpus, zero_stage=3 if sharded else 0),
+        sharding=Sharding(data=gpus, zero_stage=3 if sharded else 0, fsdp=sharded),
     )
     autocast, foak = "autocast off" not in row["precision"], "foak" in name
-    settings = Settings(
-        autocast=autocast,
+    stack = Stack(
+        "trainer-2024",
+        precision="pure" if not autocast else "mixed" if sharded and full else "16-bit",
         prepare_kbit="baseline" in name and not sharded,
-        casts_head_back=True,
-        weight_width=4 if sharded and autocast and full else 0,
-        adapter_width=2 if sharded and not autocast else 4,
-        fused_kernels=foak,
-        fused_adapters=foak and bool(quantized),
-        dropout=not full,
-        copies=_fms_loss(row, architecture, name),
-        repeats_kv="istral" in row["model"] or "ixtral" in row["model"],
+        lora_dropout=not full,
+        fused_kernels=("unsloth" if quantized else "liger") if foak else None,
     )
-    return Case(architecture, workload, settings)
+    facts = {
+        "adapter_width": 2 if sharded and not autocast else 4,
+        "copies": _fms_loss(row, architecture, name),
+        "repeats_kv": "istral" in row["model"] or "ixtral" in row["model"],
+        "sorted_experts": bool(experts) or "granite" in row["model"],
+        "expert_devices": expert_devices,
+        "foreach": expert_devices < 2,  # not for the experts' DTensors
+    }
+    return Case(architecture, workload, stack, facts)
 
 
 def _fms_loss(row: Row, architecture: Architecture, plugins: str) -> Copies:
@@ -95,13 +99,14 @@ def fitcheck(row: Row, architecture: Architecture) -> Case:
         dtype="float16",
         quantized=quantized,
     )
-    settings = Settings(
-        autocast=False,
-        kernel="eager" if row["attn_impl"] == "eager" else "efficient",
-        copies=replace(TRANSFORMERS, keeps_outputs=True),
-        quantizes_experts=False,
-    )
-    return Case(architecture, workload, settings)
+    facts = {
+        "foreach": True,
+        "reentrant": True,
+        "kernel": "eager" if row["attn_impl"] == "eager" else "efficient",
+        "copies": replace(TRANSFORMERS, keeps_outputs=True),
+    }
+    stack = Stack("trainer", precision="pure", prepare_kbit=bool(quantized))
+    return Case(architecture, workload, stack, facts)
 
 
 def fsdp_qlora(row: Row, architecture: Architecture) -> Case:
@@ -123,16 +128,12 @@ def fsdp_qlora(row: Row, architecture: Architecture) -> Case:
             zero_stage=0 if full_copy else 3,
             offload_parameters="host" if offload else "",
             offload_optimizer="host" if offload else "",
+            fsdp=not full_copy,
         ),
     )
-    settings = Settings(
-        autocast=False,
-        prepare_kbit=False,
-        adapter_width=2,
-        dropout=True,
-        copies=TRANSFORMERS_45,
-    )
-    return Case(architecture, workload, settings)
+    facts = {"adapter_width": 2, "copies": TRANSFORMERS_45}
+    stack = Stack("trainer-2024", precision="pure", lora_dropout=True)
+    return Case(architecture, workload, stack, facts)
 
 
 def axolotl(row: Row, architecture: Architecture) -> Case:
@@ -147,10 +148,8 @@ def axolotl(row: Row, architecture: Architecture) -> Case:
         grad_checkpoint=1,
         optimizer="adamw",
     )
-    settings = Settings(
-        fused_kernels=True, fused_adapters=True, reentrant=False, copies=_liger(architecture)
-    )
-    return Case(architecture, workload, settings)
+    facts = {"foreach": True, "copies": _liger(architecture)}
+    return Case(architecture, workload, Stack("trainer", fused_kernels="unsloth"), facts)
 
 
 def peft(row: Row, architecture: Architecture) -> Case:
@@ -166,14 +165,12 @@ def peft(row: Row, architecture: Architecture) -> Case:
         optimizer="adamw",
         mem_kind="reserved",
     )
-    settings = Settings(
-        autocast=False,
-        kernel="efficient",
-        empties_cache=True,
-        inputs_need_gradients=False,
-        copies=replace(TRANSFORMERS, keeps_outputs=True),
-    )
-    return Case(architecture, workload, settings)
+    facts = {
+        "kernel": "efficient",
+        "empties_cache": True,
+        "copies": replace(TRANSFORMERS, keeps_outputs=True),
+    }
+    return Case(architecture, workload, Stack("trainer-2024", precision="pure"), facts)
 
 
 def trainer(row: Row, architecture: Architecture) -> Case:
@@ -198,21 +195,20 @@ def trainer(row: Row, architecture: Architecture) -> Case:
         sharding=spread,
     )
     unsloth = "nsloth" in row["framework"]
-    settings = Settings(
-        prepare_kbit=not re.search(r"swift|factory", row["framework"], re.IGNORECASE),
-        casts_head_back=True,
-        copies=_trainer_loss(row, architecture, deepspeed),
-        dropout=not full,
-        kernel="flash" if "flash" in row["attn_impl"] else "efficient",
-        deepspeed=deepspeed,
-        modules_to_save="modules_to_save" in row["lora_targets"],
-        autocast=not deepspeed,
-        fsdp_hooks=False,
-        offloads_inputs=unsloth,
-        fused_kernels=unsloth,
-        fused_adapters=unsloth,
+    prepares = not (unsloth or re.search(r"swift|factory", row["framework"], re.IGNORECASE))
+    stack = Stack(
+        "unsloth" if unsloth else "trainer-2024",
+        prepare_kbit=prepares and bool(workload.quantized),
+        lora_dropout=not full and not unsloth,  # whose kernels for adapters know none
     )
-    return Case(architecture, workload, settings)
+    facts = {
+        "copies": _trainer_loss(row, architecture, deepspeed),
+        "kernel": "flash" if "flash" in row["attn_impl"] else "efficient",
+        "deepspeed": deepspeed,
+        "modules_to_save": "modules_to_save" in row["lora_targets"],
+        "autocast": not deepspeed,
+    }
+    return Case(architecture, workload, stack, facts)
 
 
 def _is_checkpointed(row: Row) -> bool:
@@ -251,13 +247,14 @@ def _spread(row: Row) -> tuple[Sharding, bool]:
 def _trainer_loss(row: Row, architecture: Architecture, deepspeed: bool) -> Copies:
     """The loss of the row's own code.
 
-    Unsloth's (``models/llama.py``, ``fast_cross_entropy_loss``) writes over the 16-bit logits. The
+    Unsloth's of 2024 (``models/llama.py``, ``fast_cross_entropy_loss``) writes over the 16-bit
+    logits, and accelerate (``utils/operations.py``, ``ConvertOutputsToFp32``) widens them. The
     first Qwen's file does not upcast, which only autocast then does, not DeepSpeed.
     """
     if "liger" in row["loss_impl"]:
         return _liger(architecture)
     if "nsloth" in row["framework"]:
-        return Copies(in_place=True, width=2)
+        return Copies(in_place=True, width=2, converts_outputs=True)
     if architecture.module == "qwen" and deepspeed:
         return Copies(shifts=True, width=2)
     return TRANSFORMERS_45

@@ -278,7 +278,7 @@ def _trainer(emit: Any, subject: "TrainingSubject", row: "Row") -> str:
         return mlx_training(name, recipe, title)
     if emit in WRITTEN_FOR:  # JSON has no line for it
         title += f"; by uma {__version__}, for {WRITTEN_FOR[emit]}"
-    return training_configuration(emit, Training(name, recipe.workload, title, recipe.settings))
+    return training_configuration(emit, Training(name, recipe.workload, title, recipe.stack))
 
 
 def _shown(

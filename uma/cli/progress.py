@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from uma.units import format_gib, printable
 
 _INTERVAL_S = 0.1
+SHOWN = "UMA_SHOWN_ON_TERMINAL"
+"""Variable by which a child knows that its parent shows on a terminal what it writes."""
 
 
 def say(text: str, quiet: bool = False) -> None:
@@ -27,7 +29,8 @@ def progress(
 
     It is not wiped once more at the end of the block: other text may stand there by then.
     """
-    shown = not quiet and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    terminal = sys.stderr.isatty() or bool(os.environ.get(SHOWN))
+    shown = not quiet and terminal and os.environ.get("TERM") != "dumb"
     last = 0.0
 
     def show(done: int, total: int) -> None:

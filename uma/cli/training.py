@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from uma.cli.options import RunOptions
 from uma.cli.training_options import TrainOptions, sharding_of, target_names
 from uma.errors import CheckpointError, DataError, DoesNotFit, UsageError
-from uma.workload import DEFAULT_NUM_LAYERS, Engine, MemoryKind, TrainingWorkload
+from uma.workload import DEFAULT_NUM_LAYERS, Engine, MemoryKind, TrainingWorkload, bits_word
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from uma.plan.training.case import TrainingCase
 
 CUDA_FORMATS = ("int8", "nf4", "nf4-double", "gptq", "awq")
+NOT_QLORA = "--train qlora is LoRA on a quantized base, and 16 bits are none: give --train lora"
 
 
 def training(
@@ -129,11 +130,12 @@ def _case(
         raise UsageError(
             f"--train with --engine {engine}: it does not train; mlx and transformers do"
         )
-    trains_mlx = engine == "mlx" or (engine is None and machine.kind != "discrete")
-    if not trains_mlx and machine.kind != "discrete":
+    at_home = machine.backend == "metal" or machine.kind == "host"
+    trains_mlx = engine == "mlx" or (engine is None and at_home)
+    if not trains_mlx and at_home:
         raise UsageError(
-            f"--engine {engine} is estimated on CUDA's cards, and {machine.name} has none; give "
-            "--engine mlx, or --machine with a card such as rtx-4090"
+            f"--engine {engine} is estimated on CUDA's cards and chips, and {machine.name} has "
+            "none; give --engine mlx, or --machine with one such as rtx-4090 or dgx-spark"
         )
     if trains_mlx and machine.kind == "discrete":
         raise UsageError(f"--engine mlx does not run on {machine.name}; give --engine transformers")
@@ -162,7 +164,7 @@ def workload_of(
     """
     layers = num_layers if asked.num_layers is None else asked.num_layers
     return TrainingWorkload(
-        method=asked.train,
+        method="lora" if asked.train == "qlora" else asked.train,
         rank=asked.rank,
         targets=target_names(asked.targets),
         num_layers=None if layers == -1 else layers,
@@ -190,7 +192,12 @@ def _mlx_asked(
     plain = (chosen.bits, chosen.mode, chosen.quant) == (None, None, None)
     if asked.train == "full" and plain and located(chosen).path is None:
         chosen = chosen._replace(bits=16)  # the usual 4 bits have no gradients
-    return mlx_asked(chosen, machine)
+    source, case = mlx_asked(chosen, machine)
+    if asked.train != "qlora" or case.bits < 16:
+        return source, case
+    if not plain:
+        raise UsageError(NOT_QLORA)
+    return mlx_asked(chosen._replace(bits=4), machine)
 
 
 def _mlx_case(
@@ -202,9 +209,14 @@ def _mlx_case(
     from uma.quantization import Quantization
 
     if asked.precision != "16-bit":
-        raise UsageError("--precision mixed is torch's autocast; MLX trains in the model's type")
+        raise UsageError(
+            f"--precision {asked.precision} is torch's autocast; MLX trains in the model's type"
+        )
     if asked.stack != "trainer":
         raise UsageError(f"--stack {asked.stack} is of torch: give --engine transformers")
+    for name in ("prepare_kbit", "lora_dropout", "optimizer_in_backward", "fused_kernels"):
+        if getattr(asked, name):
+            raise UsageError(f"--{name.replace('_', '-')} is of torch: give --engine transformers")
     check_mlx_sharding(sharding_of(asked, 1))
     if chosen.quant in CUDA_FORMATS:
         raise UsageError(
@@ -214,7 +226,7 @@ def _mlx_case(
     source, case = _mlx_asked(chosen, asked, machine)
     best = case.cases[0]
     layers = min(DEFAULT_NUM_LAYERS, len(best.architecture.layers))
-    quantized = "" if best.form.quantization is None and case.bits >= 16 else f"{case.bits} bits"
+    quantized = bits_word(case.bits)
     dtype = "float32" if best.form.activation_bytes == 4 else "bfloat16"
     workload = workload_of(
         asked, machine, num_layers=layers, quantized=quantized, dtype=dtype, kind="allocated"
@@ -235,14 +247,12 @@ def _mlx_case(
 def _torch_case(
     chosen: RunOptions, asked: TrainOptions, machine: "Machine", budget: Any
 ) -> "tuple[ModelSource, TrainingCase]":
-    from dataclasses import replace
-
     from uma.architecture import architecture_from_config
     from uma.cli.plan import described, located
     from uma.engines.schemes import scheme_named
     from uma.errors import UnsupportedModel
     from uma.plan.training.case import TrainingCase
-    from uma.plan.training.stacks import settings_of
+    from uma.plan.training.stacks import Stack
 
     if asked.trainer == "uma":
         raise UsageError("--trainer uma is uma lora train, which runs on MLX: give --engine mlx")
@@ -256,7 +266,12 @@ def _torch_case(
         if (value := getattr(chosen, name)) is not None:
             word = name.replace("_", "-")
             raise UsageError(f"--{word} {value} is of MLX's formats; torch has --quant or --bits")
-    named = chosen.quant or {4: "nf4", 8: "int8", None: "bf16", 16: "bf16"}.get(chosen.bits)
+    if asked.stack == "unsloth" and not asked.grad_checkpoint:
+        asked = asked._replace(grad_checkpoint=True)  # its own default, "unsloth"
+    # unsloth, models/llama.py, from_pretrained: bnb_4bit_use_double_quant
+    own = "nf4-double" if asked.stack == "unsloth" else "nf4"
+    usual = own if asked.train == "qlora" else "bf16"
+    named = chosen.quant or {4: "nf4", 8: "int8", None: usual, 16: "bf16"}.get(chosen.bits)
     if named is None:
         raise UsageError(
             f"--bits {chosen.bits}: torch trains on 4 (nf4), 8 (int8) or 16 bits; other formats "
@@ -264,22 +279,18 @@ def _torch_case(
         )
     scheme = scheme_named(named)
     quantized = "" if scheme.bits >= 16 else scheme.name
-    mixed = asked.precision == "mixed"
-    if mixed and quantized:
-        raise UsageError(
-            f"--precision mixed keeps float32 weights, which {quantized} ones are not; leave it out"
-        )
+    if asked.train == "qlora" and not quantized:
+        raise UsageError(NOT_QLORA)
     workload = workload_of(
         asked, machine, num_layers=None, quantized=quantized, dtype="bfloat16", kind="device"
     )
-    deepspeed = asked.zero_stage > 0
-    stack = settings_of(asked.stack)
-    settings = replace(
-        stack,
-        weight_width=4 if mixed else 0,
-        autocast=stack.autocast and not deepspeed,
-        deepspeed=deepspeed,
-        fsdp_hooks=asked.fsdp is not None and asked.stack == "trainer",
+    stack = Stack(
+        name=asked.stack,
+        precision=asked.precision,
+        prepare_kbit=asked.prepare_kbit,
+        lora_dropout=asked.lora_dropout,
+        optimizer_in_backward=asked.optimizer_in_backward,
+        fused_kernels=asked.fused_kernels,
         variable_lengths=asked.data is not None and not asked.packing,
     )
     return source, TrainingCase(
@@ -288,6 +299,5 @@ def _torch_case(
         budget,
         "torch",
         workload,
-        settings=settings,
-        stack=asked.stack,
+        stack=stack,
     )

@@ -16,7 +16,7 @@ from uma.workload import (
 )
 
 Train = Annotated[
-    Literal["lora", "dora", "full"] | None,
+    Literal["lora", "qlora", "dora", "full"] | None,
     typer.Option(help="Estimate training instead: adapters of one kind, or all weights."),
 ]
 Rank = Annotated[int, typer.Option(min=1, max=1 << 20, help="train: rank of the adapters.")]
@@ -32,7 +32,11 @@ MaxSeqLength = Annotated[
     int, typer.Option(min=1, max=1 << 24, help="train: tokens of the longest row.")
 ]
 GradCheckpoint = Annotated[
-    bool, typer.Option("--grad-checkpoint", help="train: keep the layers' inputs alone.")
+    bool,
+    typer.Option(
+        "--grad-checkpoint",
+        help="train: keep the layers' inputs alone; --stack unsloth always does, on the host.",
+    ),
 ]
 CheckpointEvery = Annotated[
     int, typer.Option(min=1, help="train: layers between saved inputs, with --grad-checkpoint.")
@@ -56,12 +60,34 @@ MemKind = Annotated[
     ),
 ]
 Precision = Annotated[
-    Literal["16-bit", "mixed"],
-    typer.Option(help="train: torch's weights all in 16 bits, or float32 under autocast."),
+    Literal["16-bit", "mixed", "pure"],
+    typer.Option(
+        help="train: torch's weights in 16 bits under autocast, in float32 under it, or 16 alone."
+    ),
 ]
 StackOption = Annotated[
-    Literal["trainer", "torchtune", "unsloth"],
-    typer.Option(help="train: on torch, Trainer with PEFT, torchtune and litgpt, or Unsloth."),
+    Literal["trainer", "trainer-2024", "torchtune", "litgpt", "unsloth"],
+    typer.Option(
+        help="train: on torch, Trainer with PEFT (transformers 5, or 4 of 2024), or other programs."
+    ),
+]
+PrepareKbit = Annotated[
+    bool,
+    typer.Option(
+        "--prepare-kbit",
+        help="train: PEFT's prepare_model_for_kbit_training: float32 of all not quantized.",
+    ),
+]
+LoraDropout = Annotated[
+    bool, typer.Option("--lora-dropout", help="train: on torch, dropout before adapters.")
+]
+FusedKernels = Annotated[
+    Literal["liger", "unsloth"] | None,
+    typer.Option(help="train: torch: of norms and rotations, Unsloth's (axolotl's) of adapters."),
+]
+OptimizerInBackward = Annotated[
+    bool,
+    typer.Option("--optimizer-in-backward", help="train: torchtune's: no gradients are kept."),
 ]
 TrainerOption = Annotated[
     Literal["mlx_lm", "uma"],
@@ -118,7 +144,7 @@ OffloadParameters = Annotated[
 class TrainOptions(NamedTuple):
     """The options of ``uma estimate --train``, by their names."""
 
-    train: Literal["lora", "dora", "full"]
+    train: Literal["lora", "qlora", "dora", "full"]
     rank: int = DEFAULT_RANK
     targets: str | None = None
     num_layers: int | None = None
@@ -130,8 +156,12 @@ class TrainOptions(NamedTuple):
     loss: Literal["naive", "fused", "sliced"] = "naive"
     attention: Literal["fused", "materialised"] | None = None
     mem_kind: Literal["allocated", "reserved", "device"] | None = None
-    precision: Literal["16-bit", "mixed"] = "16-bit"
-    stack: Literal["trainer", "torchtune", "unsloth"] = "trainer"
+    precision: Literal["16-bit", "mixed", "pure"] = "16-bit"
+    stack: Literal["trainer", "trainer-2024", "torchtune", "litgpt", "unsloth"] = "trainer"
+    prepare_kbit: bool = False
+    lora_dropout: bool = False
+    optimizer_in_backward: bool = False
+    fused_kernels: Literal["liger", "unsloth"] | None = None
     trainer: Trainer = "mlx_lm"
     data: Path | None = None
     tokenizer: Path | None = None
@@ -230,11 +260,6 @@ def _check_together(context: typer.Context, asked: TrainOptions) -> None:
             "offloading is a part of ZeRO and of FSDP: give --zero-stage 2 (the optimizer) or 3 "
             "(parameters too), or --fsdp full with both"
         )
-    alone = asked.devices * asked.tensor * asked.pipeline * asked.sequence == 1
-    if asked.stack == "unsloth" and not alone:
-        raise UsageError("Unsloth trains on one device; leave --stack out, or the other devices")
-    if asked.stack == "torchtune" and asked.zero_stage:
-        raise UsageError("torchtune shards with FSDP, not with DeepSpeed: --fsdp full")
     if asked.fsdp == "full" and asked.shard_group:
         raise UsageError("--shard-group is for --fsdp hybrid; a full shard has one group, all")
 

@@ -1,5 +1,6 @@
 """What a data set holds and what training on it would lose: the content of ``uma lora check``."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -70,13 +71,26 @@ def split_files(folder: Path, needed: Sequence[str] = ("train",)) -> dict[str, P
         DataError: If the folder or one of the ``needed`` files is missing.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder; give one that holds {needed[0]}.jsonl")
+        which = f"its folder: --data {folder.parent}" if folder.is_file() else "a folder"
+        raise DataError(f"{folder} is no folder; give {which} that holds {needed[0]}.jsonl")
     files = {name: folder / f"{name}.jsonl" for name in SPLITS}
     for name in needed:
         if not files[name].is_file():
-            found = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
-            raise DataError(f"{folder} has no {name}.jsonl (it holds {found})")
+            raise DataError(_missing(files[name]))
     return {name: path for name, path in files.items() if path.is_file()}
+
+
+def _missing(file: Path) -> str:
+    """Why there is no such file, and what of the folder would make it."""
+    folder, name = file.parent, file.name
+    if os.path.lexists(file):
+        return f"{file} is a folder, a pipe or a dead link; a file of rows is needed"
+    if (folder / f"{name}.gz").is_file():
+        return f"{folder} has no {name}; unpack what it has: gunzip -k {file}.gz"
+    if (array := file.with_suffix(".json")).is_file():
+        return f"{folder} has no {name}; write a row a line: jq -c '.[]' {array} > {file}"
+    found = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
+    return f"{folder} has no {name} (it holds {found})"
 
 
 def check_split(
@@ -87,6 +101,7 @@ def check_split(
     mask_prompt: bool,
     max_seq_length: int,
     overlong: Overlong,
+    count_roles: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Split:
     """Read, tokenize and fit one file. Rows that cannot be used are its ``problems``.
@@ -99,7 +114,9 @@ def check_split(
     problems = list(found.problems)
     for n, row in enumerate(found.rows, start=1):
         try:
-            examples.append(example_of(row, encoder, mask_prompt=mask_prompt))
+            examples.append(
+                example_of(row, encoder, mask_prompt=mask_prompt, count_roles=count_roles)
+            )
         except Exception as error:  # the template's own: any kind
             problems.append(_refused(row, error))
         if progress is not None:
@@ -121,6 +138,13 @@ def check_split(
 
 def _refused(row: Row, error: Exception) -> Problem:
     reason = " ".join(str(error).split())[:200] or type(error).__name__
+    if row.format == "text":
+        return Problem(row.line, 1, f"the tokenizer refuses it: {reason}")
+    contents = [message.get("content") for message in row.data.get("messages", ())]
+    if None in contents:
+        reason += '; a message without words may need "content": ""'
+    elif any(isinstance(content, list) for content in contents):
+        reason += "; its template may take text alone: join the parts of a content into one text"
     return Problem(row.line, 1, f"the chat template refuses it: {reason}")
 
 
@@ -191,7 +215,7 @@ def require_examples(split: Split) -> tuple[Example, ...]:
 
     if split.problems:
         first, count = split.problems[0], len(split.problems)
-        more = f" (and {count - 1} more; uma lora check lists them)" if count > 1 else ""
+        more = f" (and {count - 1:,} more; uma lora check --json lists all)" if count > 1 else ""
         raise DataError(
             f"{split.path}:{first.line}:{first.column}: {first.text}{more}; "
             f"each line is one of:\n{expected_schemas()}"

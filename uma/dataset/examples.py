@@ -46,10 +46,13 @@ class Example:
         return sum(self.supervised[1:])
 
 
-def example_of(row: Row, encoder: Encoder, *, mask_prompt: bool) -> Example:
+def example_of(
+    row: Row, encoder: Encoder, *, mask_prompt: bool, count_roles: bool = True
+) -> Example:
     """The tokens of ``row``: all supervised, or with ``mask_prompt`` those of assistants alone.
 
-    Plain text is supervised whole, and ends with the end-of-sequence token.
+    Plain text is supervised whole, and ends with the end-of-sequence token. To count the tokens of
+    a role takes the beginnings of a chat, as a mask does; where neither is wanted, roles count 0.
     """
     if row.format == "text":
         tokens = encoder.text(row.data["text"])
@@ -70,6 +73,10 @@ def example_of(row: Row, encoder: Encoder, *, mask_prompt: bool) -> Example:
         ]
     else:
         messages = row.data["messages"]
+    if not (mask_prompt or count_roles):
+        tokens = encoder.chat(messages, row.data.get("tools"), False)
+        roles = dict.fromkeys([message["role"] for message in messages], 0)
+        return Example(row.line, tuple(tokens), (True,) * len(tokens), roles)
     return _chat_example(row, messages, encoder, mask_prompt)
 
 

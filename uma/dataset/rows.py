@@ -1,9 +1,11 @@
 """Rows of a training set: JSON lines in the formats of mlx-lm, each checked where it stands."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
+from uma.dataset.foreign import conversion
 from uma.errors import DataError
 from uma.frozen import dataclass
 
@@ -17,6 +19,10 @@ SCHEMAS: dict[Format, str] = {
     "text": '{"text": "..."}',
 }
 """What mlx-lm 0.32.2 reads (``tuner/datasets.py``), an object on each line."""
+
+
+_HALF = re.compile(r"[\ud800-\udfff]")
+"""A surrogate that has lost its other half: JSON can write it, and no tokenizer reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,10 @@ def _text(path: Path) -> tuple[str, list[str]]:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
+        if content.startswith(b"\x1f\x8b"):
+            raise DataError(
+                f"{path} is packed by gzip: mv {path} {path}.gz; gunzip {path}.gz"
+            ) from None
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(
             f"{path}:{line}: not UTF-8 (byte {content[error.start]:#04x}); save the file as UTF-8"
@@ -113,6 +123,9 @@ def _row(number: int, line: str) -> Row | Problem:
         return Problem(number, error.colno, _not_json(line, error))
     except (RecursionError, ValueError):
         return Problem(number, 1, "JSON nested too deep, or a number too long")
+    if "\\ud" in line.lower() and (half := _HALF.search(json.dumps(data, ensure_ascii=False))):
+        escape = f"\\u{ord(half.group()):x}"
+        return Problem(number, line.lower().find(escape) + 1, f"{escape} is half of a character")
     if not isinstance(data, dict):
         return Problem(number, 1, f"{type(data).__name__} instead of an object")
     return _checked(number, data, line)
@@ -137,7 +150,7 @@ def _checked(number: int, data: dict[str, Any], line: str) -> Row | Problem:
         wrong = {"text": _not_text(data, "text")}
     else:
         keys = ", ".join(map(repr, data)) or "none"
-        return Problem(number, 1, f"no known format; its keys are {keys}")
+        return Problem(number, 1, f"no known format; its keys are {keys}{conversion(data)}")
     for key, text in wrong.items():
         if text is not None:
             return Problem(number, max(0, line.find(f'"{key}"')) + 1, text)

@@ -47,7 +47,7 @@ class SlicedAttention:
 
     def run(self, q: Value, k: Value, v: Value) -> Value:
         places, p = self.places(), self.run_of.program
-        mask = None if self.window is None else self.run_of.mask(f"window {self.window}")
+        mask = None if self.window is None else self.run_of.mask(self.window)
         if len(places) == 1:
             return whole_attention(p, q, k, v, mask, causal=mask is None)
         if len(places) > LAID_OUT:
@@ -65,14 +65,12 @@ class SlicedAttention:
 
         def forward() -> Value:
             space = self._space(places[-LAID_OUT:], inputs, back=False)
-            parts = p.op("Slices", inputs, shape, opaque=True, workspace_bytes=space)
+            parts = p.op("Slices", inputs, shape, opaque=True, arguments=(space,))
             return p.op("Concatenate", [parts] * len(places), shape)
 
         def backward(g: Value) -> list[Value]:
             space = self._space(places[-LAID_OUT:], inputs, back=True)
-            by_q = p.op(
-                "Slices", [*inputs, p.awaited(g)], q.shape, opaque=True, workspace_bytes=space
-            )
+            by_q = p.op("Slices", [*inputs, p.awaited(g)], q.shape, opaque=True, arguments=(space,))
             done = [p.awaited(by_q), *inputs]
             return [done[0], *(p.op("Slices", done, x.shape, opaque=True) for x in (k, v))]
 
@@ -90,8 +88,7 @@ class SlicedAttention:
             made = _backward(p, places, (q, k, v), g, mask)
         else:
             made = [_forward(p, places, (q, k, v), mask)]
-        held = sum(x.nbytes for x in (*p.sources, *made))
-        return max(0, p.most(made, self.run_of.backend) - held)
+        return max(0, p.above(made, self.run_of.backend) - sum(x.nbytes for x in made))
 
 
 def _part(p: Program, place: Place, inputs: Sequence[Value], mask: Value | None) -> Value:
@@ -132,18 +129,20 @@ def _backward(
     return total
 
 
-def rms_norm(p: Program, x: Value, weight: Value) -> Value:
+def rms_norm(p: Program, x: Value, weight: Value | None) -> Value:
     """``mlx/fast.cpp``, the fallback of ``rms_norm``."""
     wide = p.astype(x, FLOAT32)
     mean = p.scaled(p.sum(p.unary("Square", wide), (len(x.shape) - 1,), keepdims=True))
     root = p.unary("Sqrt", p.add(mean, p.scalar(FLOAT32)))
-    return p.multiply(p.astype(p.multiply(wide, root), x.width), weight)
+    out = p.astype(p.multiply(wide, root), x.width)
+    return out if weight is None else p.multiply(out, weight)
 
 
 def rotary(p: Program, x: Value, *, pairs: bool) -> Value:
     """``mlx/fast.cpp``, the fallback of ``rope``: two halves, or neighbours, turned and joined."""
     length, half = x.shape[2], x.shape[3] // 2
-    place = p.scaled(p.add(p.arange(length), p.scalar(FLOAT32, "offset")), "one")
+    offset = p.op("AsType", [p.scalar(FLOAT32, "offset")], ())
+    place = p.scaled(p.add(p.arange(length), offset), "one")
     each = p.unary("Exp", p.scaled(p.arange(half), "base"))
     angle = p.multiply(p.expand_dims(place, 1), each)
     cosines, sines = (p.astype(p.unary(name, angle), x.width) for name in ("Cos", "Sin"))
@@ -159,6 +158,17 @@ def rotary(p: Program, x: Value, *, pairs: bool) -> Value:
     return p.reshape(joined, *x.shape)
 
 
+def causal_mask(p: Program, length: int, window: int | None) -> Value:
+    """``models/base.py``, ``create_causal_mask`` of mlx-lm: pairs of a query and an earlier key."""
+    numbers, pairs = p.arange(length), (length, length)
+    queries, keys = p.expand_dims(numbers, 1), p.expand_dims(numbers, 0)
+    mask = p.compared("GreaterEqual", queries, keys)
+    if window is None:
+        return mask
+    near = p.compared("Less", queries, p.add(keys, p.scalar(FLOAT32, "window")))
+    return p.op("BitwiseBinary", [mask, near], pairs, 1)
+
+
 def gelu_tanh(p: Program, x: Value) -> Value:
     """``nn.gelu_approx``: half of ``x`` times one more than a tangent of ``x`` and its cube."""
     cube = p.scaled(p.binary("Power", x, p.scalar(x.width)))
@@ -170,7 +180,7 @@ def whole_attention(
     p: Program, q: Value, k: Value, v: Value, mask: Value | None, *, causal: bool = False
 ) -> Value:
     """``mlx/fast.cpp``, the fallback of ``scaled_dot_product_attention``."""
-    heads, groups = q.shape[1], k.shape[1]
+    heads, groups, q_shape = q.shape[1], k.shape[1], q.shape
     q = p.scaled(q)
     repeats = heads // groups
     if repeats > 1:
@@ -178,17 +188,13 @@ def whole_attention(
         k, v = p.expand_dims(k, 2), p.expand_dims(v, 2)
     scores = p.matmul(q, p.swapped(k))
     if causal:
-        rows, columns = scores.shape[-2:]
-        queries = p.expand_dims(p.arange(rows), 1)
-        keys = p.expand_dims(p.arange(columns), 0)
-        pairs = (rows, columns)
-        sides = [p.broadcast_to(side, pairs) for side in (queries, keys)]
-        mask = p.op("GreaterEqual", sides, pairs, 1)
+        queries, keys = (p.arange(n) for n in scores.shape[-2:])
+        mask = p.compared("GreaterEqual", p.expand_dims(queries, 1), p.expand_dims(keys, 0))
+    elif mask is not None:
+        mask = p.broadcast_to(mask, (*q_shape[:3], k.shape[-2]))
+        mask = p.unflatten(mask, 1, (groups, repeats)) if repeats > 1 else mask
     if mask is not None:
-        if mask.width == 1:
-            scores = p.where(mask, scores)
-        else:
-            scores = p.add(scores, p.unflatten(mask, 1, (groups, repeats)) if repeats > 1 else mask)
+        scores = p.where(mask, scores) if mask.width == 1 else p.add(scores, mask)
     out = p.matmul(p.softmax(scores), v)
     return p.flatten(out, 1, 2) if repeats > 1 else out
 

@@ -20,6 +20,7 @@ from uma.architecture.layers import (
 from uma.engines.mlx_attention import (
     FLOAT32,
     SlicedAttention,
+    causal_mask,
     fused_attention,
     gelu_tanh,
     rms_norm,
@@ -27,6 +28,7 @@ from uma.engines.mlx_attention import (
     whole_attention,
 )
 from uma.engines.mlx_recurrent_layers import recurrent
+from uma.engines.mlx_roles import ROLES, module_order, place_of
 from uma.memory.adapters import Adapter, layer_adapters
 from uma.memory.mlx_program import Program, Value
 from uma.workload import Backend, TrainingWorkload
@@ -44,56 +46,12 @@ def named(layer: Layer, *ends: str) -> Parameter | None:
     return None
 
 
-# Names of the same matrices in other families, by the roles that a layer is laid out in.
-ROLES = {
-    "q_proj": ("q_proj", "qkv_proj", "c_attn", "query_key_value", "wqkv", "Wqkv", "c_q"),
-    "k_proj": ("k_proj", "qkv_proj", "c_attn", "query_key_value", "wqkv", "Wqkv", "c_k"),
-    "v_proj": ("v_proj", "qkv_proj", "c_attn", "query_key_value", "wqkv", "Wqkv", "c_v"),
-    "o_proj": ("o_proj", "out_proj", "dense", "c_proj", "wo"),
-    "gate_proj": ("gate_proj", "gate_up_proj", "w1", "fc1", "linear_in"),
-    "up_proj": ("up_proj", "gate_up_proj", "w3", "w2", "fc1", "c_fc", "dense_h_to_4h"),
-    "down_proj": ("down_proj", "w2", "fc2", "c_proj", "dense_4h_to_h"),
-    "shared_gate_proj": ("gate_proj",),
-    "shared_up_proj": ("up_proj",),
-    "shared_down_proj": ("down_proj",),
-    "in_proj": ("in_proj", "in_proj_qkvz", "in_proj_qkv"),
-    "gate": (".gate", ".router"),
-}
-
-# Trained parts in the order in which mlx-lm's modules hold them, mixers first.
-ORDER = (
-    "q_proj",
-    "q_a_proj",
-    "q_a_layernorm",
-    "q_b_proj",
-    "kv_a_proj_with_mqa",
-    "kv_a_layernorm",
-    "embed_q",
-    "unembed_out",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "q_norm",
-    "in_proj",
-    "out_proj",
-    "gate",
-    "gate_proj",
-    "down_proj",
-    "up_proj",
-    "switch gate_proj",
-    "switch up_proj",
-    "switch down_proj",
-    "shared_gate_proj",
-    "shared_up_proj",
-    "shared_down_proj",
-    "layernorm",
-    "other",
-)
-
-
 @dataclass(slots=True)
 class LayerProgram:
-    """One layer in a program; ``differentiated`` layers run under ``mx.vjp``."""
+    """One layer in a program; ``differentiated`` layers run under ``mx.vjp``.
+
+    The input of the ``first`` of these has no gradient.
+    """
 
     program: Program
     architecture: Architecture
@@ -104,8 +62,11 @@ class LayerProgram:
     differentiated: bool
     slice_bytes: int | None
     inline: bool = False
+    first: bool = False
     given: Iterator[Value] | None = None
     trained: list[Value] = field(default_factory=list)
+    frozen: list[Value] = field(default_factory=list)
+    asked: int = 0
     roles: list[str] = field(default_factory=list)
     masks: dict[str, Value] = field(default_factory=dict)
     adapters: dict[str, Adapter] = field(default_factory=dict)
@@ -126,6 +87,11 @@ class LayerProgram:
         return self.architecture.hidden_size
 
     @property
+    def kernel(self) -> int:
+        """Tokens that the convolution of a recurrent layer sees."""
+        return next(q.shape[1] for q in self.layer.parameters if q.name.endswith("conv1d"))
+
+    @property
     def fused(self) -> bool:
         """Whether norms and rotations are kernels."""
         return self.backend == "metal"
@@ -134,7 +100,8 @@ class LayerProgram:
 
     def in_order(self) -> list[Value]:
         """The trained arrays as the module of mlx-lm holds them."""
-        places = sorted(range(len(self.trained)), key=lambda n: ORDER.index(self.roles[n]))
+        order = module_order(self.architecture.model_type)
+        places = sorted(range(len(self.trained)), key=lambda n: order.index(self.roles[n]))
         return [self.trained[n] for n in places]
 
     def _trained(self, role: str, *shape: int, width: int) -> Value:
@@ -145,13 +112,17 @@ class LayerProgram:
             return source
         primal = self.program.primal(source)
         self.trained.append(primal)
-        self.roles.append(role if role in ORDER else "other")
+        self.roles.append(place_of(role))
         return primal
 
     def weight(self, role: str, *shape: int) -> Value:
+        """A matrix or vector of the model; frozen ones are the same when a layer runs again."""
         if self.workload.method == "full":
             return self._trained(role, *shape, width=self.width)
-        return self.program.source(*shape, width=self.width)
+        if self.asked == len(self.frozen):
+            self.frozen.append(self.program.source(*shape, width=self.width))
+        self.asked += 1
+        return self.frozen[self.asked - 1]
 
     def adapter(self, role: str, rows: int, columns: int) -> Adapter | None:
         names = ROLES.get(role, (role,))
@@ -196,20 +167,29 @@ class LayerProgram:
 
     # Parts.
 
-    def mask(self, name: str) -> Value:
+    def mask(self, window: int | None = None) -> Value:
         """Which pairs of tokens see each other, made once for all layers."""
-        known, pairs = self.program.numbers, (self.length, self.length)
+        known, name = self.program.numbers, f"window {window}"
         if name not in known:
-            known[name] = self.program.source(*pairs, width=1)
+            pairs = self.length, self.length
+            made = causal_mask(self.program, self.length, window) if self.inline else None
+            known[name] = made or self.program.source(*pairs, width=1)
         return self.masks.setdefault(name, known[name])
 
     def norm(self, x: Value, role: str = "layernorm") -> Value:
-        """``mx.fast.rms_norm``: its fallback, or one kernel each way."""
+        """``nn.RMSNorm``, of Gemma with weights around 0."""
         p = self.program
         weight = self.weight(role, x.shape[-1])
-        if self.fused:
-            return p.op("RMSNorm", [x, weight], x.shape, opaque=True, donors=(0,))
-        return rms_norm(p, x, weight)
+        if self.architecture.model_type.startswith("gemma"):
+            weight = p.add(p.scalar(weight.width, "one"), weight)
+        return self.normed(x, weight)
+
+    def normed(self, x: Value, weight: Value | None = None) -> Value:
+        """``mx.fast.rms_norm``: its fallback, or one kernel each way."""
+        if not self.fused:
+            return rms_norm(self.program, x, weight)
+        given = [x] if weight is None else [x, weight]
+        return self.program.op("RMSNorm", given, x.shape, opaque=True, donors=(0,))
 
     def rotated(self, x: Value, *, pairs: bool = False) -> Value:
         """``mx.fast.rope`` of ``(batch, heads, length, width)``: of neighbours with ``pairs``."""
@@ -231,11 +211,13 @@ class LayerProgram:
         return out if up is None else p.multiply(out, up)
 
     def forward(self, x: Value) -> Value:
-        p = self.program
+        p, self.asked = self.program, 0
         around = named(self.layer, "pre_feedforward_layernorm") is not None
+        out_first = self.architecture.model_type in ("mamba", "mamba2")
         for part in (*self.layer.mixers, *self.layer.feed_forward):
             out = self.part(part, self.norm(x))
-            x = p.add(x, self.norm(out) if around else out)
+            out = self.norm(out) if around else out
+            x = p.add(out, x) if out_first else p.add(x, out)
         return x
 
     def part(self, part: Mixer | FeedForward | Experts, x: Value) -> Value:
@@ -251,7 +233,7 @@ class LayerProgram:
 
     def attention(self, mixer: Attention, x: Value) -> Value:
         heads, groups = mixer.num_attention_heads, mixer.num_key_value_heads
-        q = self.heads(self.project(x, "q_proj", heads * mixer.head_dim, self.hidden), heads)
+        q, gate = self.queries(mixer, x)
         k = self.heads(self.project(x, "k_proj", groups * mixer.head_dim, self.hidden), groups)
         v = self.heads(self.project(x, "v_proj", groups * mixer.v_head_dim, self.hidden), groups)
         normed = named(self.layer, "q_norm") is not None
@@ -266,10 +248,20 @@ class LayerProgram:
         windowed = window is not None and window < self.length
         if self.workload.attention == "fused":
             out = fused_attention(self.program, q, k, v)
-            return self.joined(out, mixer.v_head_dim * heads, self.hidden)
+            return self.joined(out, mixer.v_head_dim * heads, self.hidden, gate)
         sliced = SlicedAttention(self, q.shape, k.shape, window if windowed else None)
         out = sliced.run(q, k, v)
-        return self.joined(out, mixer.v_head_dim * heads, self.hidden)
+        return self.joined(out, mixer.v_head_dim * heads, self.hidden, gate)
+
+    def queries(self, mixer: Attention, x: Value) -> tuple[Value, Value | None]:
+        """Queries by heads, and the gate of the output where the projection gives one too."""
+        p, heads, width = self.program, mixer.num_attention_heads, mixer.head_dim
+        stored = named(self.layer, "q_proj")
+        if stored is None or stored.shape[0] != 2 * heads * width:
+            return self.heads(self.project(x, "q_proj", heads * width, self.hidden), heads), None
+        both = self.heads(self.project(x, "q_proj", 2 * heads * width, self.hidden), heads)
+        q, gate = p.split(both, 3, (width, width))
+        return q, p.reshape(gate, *gate.shape[:2], heads * width)
 
     def heads(self, x: Value, count: int) -> Value:
         return self.program.reshape(x, *x.shape[:2], count, x.shape[2] // count)
@@ -277,10 +269,12 @@ class LayerProgram:
     def first_heads(self, x: Value) -> Value:
         return self.program.transpose(x, 0, 2, 1, 3)
 
-    def joined(self, out: Value, width: int, hidden: int) -> Value:
-        """Heads put together, and the output projection."""
+    def joined(self, out: Value, width: int, hidden: int, gate: Value | None = None) -> Value:
+        """Heads put together, gated where there is a gate, and the output projection."""
         p = self.program
         flat = p.reshape(p.transpose(out, 0, 2, 1, 3), self.batch, self.length, width)
+        if gate is not None:
+            flat = p.multiply(flat, p.unary("Sigmoid", gate))
         return self.project(flat, "o_proj", hidden, width)
 
     def latent(self, mixer: LatentAttention, x: Value) -> Value:
@@ -303,7 +297,7 @@ class LayerProgram:
         q_rope = self.rotated(q_rope, pairs=True)
         k_rope = self.rotated(k_rope, pairs=True)
         scores = p.matmul(p.scaled(q_rope), p.swapped(k_rope))
-        scores = p.where(self.mask("causal"), scores)
+        scores = p.where(self.mask(), scores)
         keys = p.matmul(latent, self.weight("embed_q", heads, rank, nope))
         unembed = self.weight("unembed_out", heads, mixer.v_head_dim, rank)
         values = p.matmul(latent, p.swapped(unembed))
@@ -322,27 +316,40 @@ class LayerProgram:
     def experts(self, part: Experts, x: Value) -> Value:
         """``SwitchGLU`` with rows in the order of their experts."""
         p, chosen = self.program, part.num_experts_per_tok
-        rows = self.batch * self.length * chosen
-        gates = self.project(x, "gate", part.num_experts, self.hidden)
-        sigmoid = self.architecture.model_type.startswith(SIGMOID_GATES)
-        gates = p.unary("Sigmoid" if sigmoid else "Softmax", gates)
-        top = p.op("ArgPartition", [gates], gates.shape, FLOAT32)
-        top = p.stop_gradient(p.slice(top, 2, 0, chosen))
-        scores = p.take_along_axis(gates, top)
-        scores = p.divide(scores, p.sum(scores, (2,), keepdims=True))
-        order = p.op("ArgSort", [p.flatten(top, 0, 2)], (rows,), FLOAT32)
-        back = p.op("ArgSort", [order], (rows,), FLOAT32)
-        index = p.op("Gather", [p.flatten(top, 0, 2), order], (rows,), FLOAT32)
-        flat = p.reshape(x, self.batch * self.length, 1, self.hidden)
-        taken = p.take(flat, p.divide(order, p.scalar(FLOAT32)))
+        rows = self.batch * self.length
+        scores, top = self._routed(part, x)
+        top = p.flatten(top, 0, 2)
+        order = p.op("ArgSort", [top], (rows * chosen,), FLOAT32)
+        back = p.op("ArgSort", [order], (rows * chosen,), FLOAT32)
+        index = p.take(top, order)
+        wide = p.op("ExpandDims", [x], (*x.shape[:2], 1, 1, self.hidden), None, ((2, 3),))
+        taken = p.take(p.flatten(wide, 0, 2), p.divide(order, p.scalar(FLOAT32)))
         y = self._switch(part, taken, index)
         y = p.unflatten(p.take(y, back), 0, (self.batch, self.length, chosen))
         y = p.squeeze(y, (3,))
         y = p.sum(p.multiply(y, p.expand_dims(scores, 3)), (2,))
         if not part.shared_intermediate_size:
             return y
-        shared = FeedForward(part.shared_intermediate_size, part.gated)
-        return p.add(y, self.dense(shared, x, "shared_"))
+        shared = self.dense(FeedForward(part.shared_intermediate_size, part.gated), x, "shared_")
+        if named(self.layer, "shared_expert_gate") is not None:
+            gate = p.unary("Sigmoid", self.project(x, "shared_expert_gate", 1, self.hidden))
+            shared = p.multiply(gate, shared)
+        return p.add(y, shared)
+
+    def _routed(self, part: Experts, x: Value) -> tuple[Value, Value]:
+        """The chosen experts' weights, and their numbers."""
+        p = self.program
+        gates = self.project(x, "gate", part.num_experts, self.hidden)
+        sigmoid = self.architecture.model_type.startswith(SIGMOID_GATES)
+        gates = p.unary("Sigmoid" if sigmoid else "Softmax", gates)
+        ranked = gates
+        if sigmoid:  # with a correction that the weights leave out
+            ranked = p.unary("Negative", p.add(gates, self.weight("other", part.num_experts)))
+        top = p.op("ArgPartition", [ranked], gates.shape, FLOAT32)
+        top = p.stop_gradient(p.slice(top, 2, 0, part.num_experts_per_tok))
+        scores = p.take_along_axis(gates, top)
+        scores = p.divide(scores, p.sum(scores, (2,), keepdims=True))
+        return p.scaled(scores) if sigmoid else scores, top
 
     def _switch(self, part: Experts, x: Value, index: Value) -> Value:
         inner, count, hidden = part.moe_intermediate_size, part.num_experts, self.hidden

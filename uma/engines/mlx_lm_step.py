@@ -7,38 +7,46 @@ from collections.abc import Sequence
 
 from uma.architecture.layers import Architecture
 from uma.engines.mlx_attention import FLOAT32, rms_norm
+from uma.engines.mlx_compiled_update import updated
 from uma.engines.mlx_layers import LayerProgram
-from uma.engines.mlx_updates import UPDATES
 from uma.memory.adapters import trained_layers
 from uma.memory.mlx_program import Program, Value
 from uma.workload import Backend, TrainingWorkload
 
 
-def step_bytes(architecture: Architecture, workload: TrainingWorkload, backend: Backend) -> int:
-    """The peak of a step above the parameters, gradients and states that are there before."""
-    p = Program()
-    roots = step_roots(p, architecture, workload, backend)
-    return p.compiled_most(roots, backend) - sum(x.nbytes for x in p.sources)
-
-
-def forward_bytes(architecture: Architecture, workload: TrainingWorkload, backend: Backend) -> int:
-    """The peak of ``evaluate`` on one batch, which is not compiled."""
-    p = Program()
-    x = _layers(p, architecture, workload, backend, None)
-    loss = default_loss(p, architecture, workload, x)
-    return p.most([loss], backend) - sum(x.nbytes for x in p.sources)
+def forward_roots(
+    p: Program, architecture: Architecture, workload: TrainingWorkload, backend: Backend
+) -> list[Value]:
+    """What ``evaluate`` does with one batch, which is not compiled."""
+    batch = _batch(p, workload)
+    x = _layers(p, architecture, workload, backend, batch, None)
+    return default_loss(p, architecture, workload, backend, batch, x)
 
 
 def step_roots(
-    p: Program, architecture: Architecture, workload: TrainingWorkload, backend: Backend
+    p: Program,
+    architecture: Architecture,
+    workload: TrainingWorkload,
+    backend: Backend,
+    *,
+    inner: bool = False,
 ) -> list[Value]:
-    """The step; what is evaluated: parameters, states, the loss."""
+    """The step; what is evaluated: parameters, states, the loss.
+
+    With ``inner`` what is embedded gets a gradient too, as the input of all later layers does.
+    """
     runs: list[LayerProgram] = []
-    x = _layers(p, architecture, workload, backend, runs)
+    batch = _batch(p, workload)
+    x = _layers(p, architecture, workload, backend, batch, runs, inner=inner)
+    wanted = [value for run in runs for value in run.in_order()]
+    loss, tokens = default_loss(p, architecture, workload, backend, batch, x)
+    gradients = p.vjp([(loss, p.scalar(FLOAT32))], wanted)
     parameters = [value for run in runs for value in run.in_order()]
-    loss = default_loss(p, architecture, workload, x)
-    gradients = p.vjp([(loss, p.scalar(FLOAT32))], parameters)
-    return [*updated(p, workload.optimizer, parameters, gradients), loss]
+    return [*updated(p, workload.optimizer, parameters, gradients), loss, tokens]
+
+
+def _batch(p: Program, workload: TrainingWorkload) -> Value:
+    return p.source(workload.batch_size, max(2, workload.max_seq_length), width=4)
 
 
 def _layers(
@@ -46,12 +54,18 @@ def _layers(
     architecture: Architecture,
     workload: TrainingWorkload,
     backend: Backend,
+    batch: Value,
     runs: list[LayerProgram] | None,
+    *,
+    inner: bool = False,
 ) -> Value:
     """Embedding and layers; with ``runs`` they are trained, and put there."""
-    shape = workload.batch_size, max(1, workload.max_seq_length - 1)
+    length = batch.shape[1] - 1
     table = p.source(architecture.vocab_size, architecture.hidden_size, width=workload.dtype_bytes)
-    x = p.take(table, p.source(*shape, width=4))
+    x = p.take(table, p.slice(batch, 1, 0, length))
+    if architecture.model_type.startswith("gemma"):
+        x = p.scaled(x)
+    x = p.primal(x) if inner else x
     trained = {id(layer) for layer in trained_layers(architecture, workload)}
     for layer in architecture.layers:
         run = LayerProgram(
@@ -59,11 +73,12 @@ def _layers(
             architecture,
             workload,
             layer,
-            shape[1],
+            length,
             backend,
             differentiated=runs is not None and id(layer) in trained,
             slice_bytes=None,
             inline=runs is not None,
+            first=x.number not in p.differentiated,
         )
         again = runs is not None and workload.grad_checkpoint
         x = checkpointed(run, x) if again else run.forward(x)
@@ -84,25 +99,32 @@ def checkpointed(run: LayerProgram, x: Value) -> Value:
 
     def forward() -> Value:
         out = run.forward(x)
-        inputs.extend([*run.trained, x, *run.masks.values()])
+        inputs.extend([*run.in_order(), x, *run.masks.values()])
         return out
 
     def backward(g: Value) -> Sequence[Value]:
-        again = p.all_depend(inputs, outputs[0])
-        again[: len(run.trained) + 1] = map(p.primal, again[: len(run.trained) + 1])
         count = len(run.trained)
-        run.given = iter(again[:count])
-        run.masks = dict(zip(run.masks, again[count + 1 :], strict=True))
-        return p.vjp([(run.forward(again[count]), g)], again[: count + 1])
+        again = p.all_depend(inputs, outputs[0])
+        again[: count + 1] = map(p.primal, again[: count + 1])
+        new = dict(zip(inputs, again, strict=True))
+        run.trained = [new[value] for value in run.trained]  # what the optimizer finds
+        run.given = iter(run.trained)
+        run.masks = {name: new[mask] for name, mask in run.masks.items()}
+        return p.vjp([(run.forward(new[x]), g)], again[: count + 1])
 
     outputs.append(p.custom(forward, backward, inputs))
     return outputs[0]
 
 
 def default_loss(
-    p: Program, architecture: Architecture, workload: TrainingWorkload, x: Value
-) -> Value:
-    """``trainer.py``, ``default_loss``: all logits, their logarithmic sum, the targets' scores."""
+    p: Program,
+    architecture: Architecture,
+    workload: TrainingWorkload,
+    backend: Backend,
+    batch: Value,
+    x: Value,
+) -> list[Value]:
+    """``trainer.py``, ``default_loss``: the loss from all logits, and the number of tokens."""
     size, width = architecture.hidden_size, workload.dtype_bytes
     normed = rms_norm(p, x, p.source(size, width=width))
     head = p.source(architecture.vocab_size, size, width=width)
@@ -111,22 +133,37 @@ def default_loss(
     else:
         logits = p.matmul(normed, p.swapped(head))
     rows = logits.shape[:2]
-    targets = p.expand_dims(p.source(*rows, width=4), 2)
-    scores = p.squeeze(p.take_along_axis(logits, targets), (2,))
+    mask = _of_the_rows(p, *rows)
+    tokens = p.squeeze(p.op("Reduce", [mask], (1, 1), 4), (0, 1))
+    targets = p.slice(batch, 1, 1, rows[1] + 1)
+    each = cross_entropy(p, logits, targets, workload, backend)
+    each = p.multiply(each, p.astype(mask, width))
+    total = p.sum(p.astype(each, FLOAT32), (0, 1))
+    return [p.divide(total, p.op("AsType", [tokens], ())), tokens]
+
+
+def cross_entropy(
+    p: Program, logits: Value, targets: Value, workload: TrainingWorkload, backend: Backend
+) -> Value:
+    """``nn.losses.cross_entropy`` of mlx 0.32.4: one kernel each way on a GPU.
+
+    ``"naive"`` is that of earlier versions there. On the CPU the largest of a row is taken off.
+    """
+    rows = logits.shape[:2]
+    if backend == "metal" and workload.loss == "fused":
+        loss = p.op("CrossEntropy", [logits, targets], rows, FLOAT32, opaque=True)
+        return p.astype(loss, logits.width)
+    if backend == "cpu":
+        most = p.stop_gradient(p.op("Reduce", [logits], (*rows, 1)))
+        logits = p.subtract(logits, most)
+    scores = p.squeeze(p.take_along_axis(logits, p.expand_dims(targets, 2)), (2,))
     sums = p.squeeze(p.op("LogSumExp", [logits], (*rows, 1)), (2,))
-    mask = p.source(*rows, width=FLOAT32)
-    each = p.multiply(p.subtract(sums, scores), mask)
-    return p.divide(p.sum(p.astype(each, FLOAT32), (0, 1)), p.scalar(FLOAT32))
+    return p.subtract(sums, scores)
 
 
-def updated(
-    p: Program, optimizer: str, parameters: Sequence[Value], gradients: Sequence[Value]
-) -> list[Value]:
-    """New parameters, then new states."""
-    made: list[Value] = []
-    states: list[Value] = []
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        new, kept = UPDATES[optimizer](p, parameter, gradient)
-        made.append(new)
-        states += kept
-    return [*made, *states]
+def _of_the_rows(p: Program, batch_size: int, length: int) -> Value:
+    """Which tokens lie between the first and the last that count, of each row."""
+    lengths, steps = p.source(batch_size, 2, width=4), p.arange(length)
+    first, last = p.slice(lengths, 1, 0, 1), p.slice(lengths, 1, 1, 2)
+    after, before = p.compared("GreaterEqual", steps, first), p.compared("LessEqual", steps, last)
+    return p.op("LogicalAnd", [after, before], after.shape)

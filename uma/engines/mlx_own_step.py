@@ -4,16 +4,18 @@ Each phase is a graph of its own, laid out one primitive at a time and evaluated
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 
 from uma.architecture.layers import Architecture, Attention, LatentAttention, Layer
 from uma.dataset.batches import padded_length
 from uma.engines.mlx_attention import FLOAT32, rms_norm
 from uma.engines.mlx_layers import LayerProgram
 from uma.engines.mlx_training import optimizer_bytes, trained_arrays
-from uma.engines.mlx_updates import update_program
+from uma.engines.mlx_updates import update_8bit_bytes, update_program
 from uma.memory.adapters import trained_layers
 from uma.memory.mlx_program import Program, Value
+from uma.memory.mlx_sample import Sample
 from uma.memory.term import MemoryTerm, Phase, TermName
 from uma.workload import Backend, TrainingWorkload
 
@@ -25,13 +27,18 @@ SOURCE = "arrays of one evaluated phase in MLX's order"
 
 @dataclass(frozen=True, slots=True)
 class OwnStep:
-    """The phases of a step of our own trainer; each peak is above what exists before the phase."""
+    """The phases of a step of our own trainer; each peak is above what exists before the phase.
+
+    ``packed_tokens`` are the inputs of the longest of several examples that share a row.
+    """
 
     architecture: Architecture
     workload: TrainingWorkload
     backend: Backend = "metal"
     loss_slice_bytes: int = LOSS_SLICE_BYTES
     attention_slice_bytes: int = ATTENTION_SLICE_BYTES
+    packed_tokens: int | None = None
+    samples: dict[object, Sample] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -49,25 +56,46 @@ class OwnStep:
 
     @property
     def mask_bytes(self) -> int:
-        """Masks that the model makes for its layers: windows, and all pairs for latents."""
+        """Masks that the model makes for its layers: windows, and all pairs for latents.
+
+        Packed, each of them and the causal one once more for every row, and the examples' pairs.
+        """
         mixers = [m for layer in self.architecture.layers for m in layer.mixers]
-        windows = {m.sliding_window for m in mixers if isinstance(m, Attention)} - {None}
+        windows = {m.sliding_window for m in mixers if isinstance(m, Attention)}
         count = sum(window is not None and window < self.length for window in windows)
         count += any(isinstance(m, LatentAttention) for m in mixers)
+        if self.packed_tokens is not None:
+            count += (len(windows) + 1) * self.workload.batch_size
         return count * self.length**2
 
     def forward(self, layer: Layer) -> int:
         """A layer's run, what it gives included."""
-        run = self._layer(layer, differentiated=False)
-        return self._above(run.program, [run.forward(self._hidden(run.program))])
 
-    def backward(self, layer: Layer) -> int:
-        """A layer's run again and its gradients, those of its parameters and input included."""
-        run = self._layer(layer, differentiated=True)
-        p = run.program
-        x = p.primal(self._hidden(p))
+        def lay_out(p: Program) -> Sequence[Value]:
+            return [self._run(p, layer, differentiated=False).forward(self._hidden(p))]
+
+        return self._sample(layer).above("forward", lay_out)
+
+    def backward(self, layer: Layer, *, first: bool = False) -> int:
+        """A layer's run again and its gradients, those of its parameters and input included.
+
+        The ``first`` trained layer has no gradient of its input.
+        """
+        lay_out = partial(self._way_back, layer, first=first)
+        return self._sample(layer).above(("backward", first), lay_out)
+
+    def _sample(self, layer: Layer) -> Sample:
+        if _kind(layer) not in self.samples:
+            lay_out = partial(self._way_back, layer, first=False)
+            self.samples[_kind(layer)] = Sample(lay_out, self.backend)
+        return self.samples[_kind(layer)]
+
+    def _way_back(self, layer: Layer, p: Program, *, first: bool) -> Sequence[Value]:
+        run = self._run(p, layer, differentiated=True)
+        x = self._hidden(p) if first else p.primal(self._hidden(p))
         out = run.forward(x)
-        return self._above(p, p.vjp([(out, self._hidden(p))], [*run.trained, x]))
+        wanted = run.trained if first else [*run.trained, x]
+        return p.vjp([(out, self._hidden(p))], wanted)
 
     def loss(self) -> int:
         """One slice of the loss with its gradient, and the gradients of those before."""
@@ -79,28 +107,37 @@ class OwnStep:
 
     def update(self) -> int:
         arrays = trained_arrays(self.architecture, self.workload)
-        shapes = [(a.shape, a.width) for a in arrays]
-        p, roots = update_program(self.workload.optimizer, shapes)
-        return self._above(p, roots)
+        shapes = tuple([(a.shape, a.width) for a in arrays])
+        return _update_bytes(self.workload.optimizer, shapes, self.backend)
 
-    def _layer(self, layer: Layer, *, differentiated: bool) -> LayerProgram:
+    def _run(self, p: Program, layer: Layer, *, differentiated: bool) -> LayerProgram:
         return LayerProgram(
-            Program(),
+            p,
             self.architecture,
             self.workload,
-            layer,
+            self._narrowed(layer),
             self.length,
             self.backend,
             differentiated,
             self.attention_slice_bytes,
         )
 
+    def _narrowed(self, layer: Layer) -> Layer:
+        """The layer as examples that share a row see it: windows of the longest one."""
+        most = self.packed_tokens
+        if most is None:
+            return layer
+        mixers = tuple(
+            replace(m, sliding_window=min(most, m.sliding_window or most))
+            if isinstance(m, Attention)
+            else m
+            for m in layer.mixers
+        )
+        return replace(layer, mixers=mixers)
+
     def _hidden(self, p: Program) -> Value:
         shape = self.workload.batch_size, self.length, self.architecture.hidden_size
         return p.source(*shape, width=self.workload.dtype_bytes)
-
-    def _above(self, p: Program, roots: Sequence[Value]) -> int:
-        return p.most(roots, self.backend) - sum(x.nbytes for x in p.sources)
 
     def _loss_slice(self, rows: int) -> int:
         p, width, size = Program(), self.workload.dtype_bytes, self.architecture.hidden_size
@@ -114,7 +151,17 @@ class OwnStep:
             logits = p.matmul(normed, p.swapped(head))
         loss = cross_entropy(p, p.squeeze(logits, (0,)), p.source(rows, width=FLOAT32))
         found = p.vjp([(loss, p.scalar(FLOAT32))], [hidden])
-        return self._above(p, [p.add(p.scalar(FLOAT32), loss), *found])
+        return p.above([p.add(p.scalar(FLOAT32), loss), *found], self.backend)
+
+
+@lru_cache(maxsize=16)
+def _update_bytes(
+    optimizer: str, arrays: tuple[tuple[tuple[int, ...], int], ...], backend: Backend
+) -> int:
+    if optimizer == "adamw-8bit":
+        return update_8bit_bytes(arrays)
+    p, roots = update_program(optimizer, arrays)
+    return p.above(roots, backend)
 
 
 def cross_entropy(p: Program, logits: Value, targets: Value) -> Value:
@@ -137,7 +184,7 @@ def cross_entropy(p: Program, logits: Value, targets: Value) -> Value:
         return p.sum(p.multiply(weights, each), (0, 1))
 
     def backward(g: Value) -> list[Value]:
-        return [p.multiply(slopes[0], g), targets]
+        return [p.multiply(slopes[0], p.astype(g, logits.width)), targets]
 
     return p.custom(forward, backward, (logits, targets))
 
@@ -150,14 +197,15 @@ def own_training_terms(
     backend: Backend = "metal",
     loss_slice_bytes: int = LOSS_SLICE_BYTES,
     attention_slice_bytes: int = ATTENTION_SLICE_BYTES,
+    packed_tokens: int | None = None,
 ) -> tuple[MemoryTerm, ...]:
     """Every term of a step of our own trainer, by phase; the largest sum is the predicted peak.
 
     ``max_seq_length`` tokens a row, the last of which is only a target; rows are padded as
     ``uma lora train`` pads them. The loss is a part of ``forward``.
     """
-    step = OwnStep(architecture, workload, backend, loss_slice_bytes, attention_slice_bytes)
-    return terms_of(step, weights)
+    slices = loss_slice_bytes, attention_slice_bytes
+    return terms_of(OwnStep(architecture, workload, backend, *slices, packed_tokens), weights)
 
 
 def terms_of(step: OwnStep, weights: MemoryTerm) -> tuple[MemoryTerm, ...]:
@@ -191,11 +239,12 @@ def _phases(step: OwnStep, gradient_bytes: int) -> Iterator[MemoryTerm]:
     activations, gradients = _backward(step, layers)
     yield _bound("activations", activations + masks, "backward")
     yield MemoryTerm("gradients", gradients, "exact", "one a trained array", "backward")
-    held = gradient_bytes
-    if step.workload.grad_accumulation_steps > 1:
-        held *= 2  # the sum is made beside both
-    yield MemoryTerm("gradients", held, "exact", "one a trained array", "optimizer")
-    yield _bound("other", step.update(), "optimizer")
+    update = step.update()
+    if step.workload.grad_accumulation_steps > 1:  # their sum, which is kept, is made beside both
+        update = max(update, 2 * gradient_bytes)
+    else:
+        yield MemoryTerm("gradients", gradient_bytes, "exact", "one a trained array", "optimizer")
+    yield _bound("other", update, "optimizer")
     yield _bound("activations", each + masks + max(*forward.values(), loss), "validation")
     yield MemoryTerm("other", 0, "exact", "adapters are written in place", "save")
 
@@ -210,12 +259,12 @@ def _backward(step: OwnStep, layers: Sequence[Layer]) -> tuple[int, int]:
     Before a layer there are the inputs of all up to it, what it gave, the gradient of that, and
     the gradients of later layers. Its own are made meanwhile.
     """
-    kinds = _kinds(layers)
-    peaks = {kind: step.backward(layer) for kind, layer in kinds.items()}
+    peaks = {kind: step.backward(layer) for kind, layer in _kinds(layers[1:]).items()}
     most, gradients = (0, 0), 0
     for count in range(len(layers), 0, -1):
         layer = layers[count - 1]
-        activations = (count + 2) * step.hidden_bytes + peaks[_kind(layer)]
+        peak = peaks[_kind(layer)] if count > 1 else step.backward(layer, first=True)
+        activations = (count + 2) * step.hidden_bytes + peak
         if activations + gradients > sum(most):
             most = activations, gradients
         gradients += layer_gradient_bytes(step, layer)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import ceil
 
 from uma.architecture.layers import Architecture
-from uma.engines.mlx_training import STEP_SOURCE, extrapolated, optimizer_bytes, trained_arrays
+from uma.engines.mlx_training import STEP_SOURCE, Steps, optimizer_bytes, trained_arrays
 from uma.memory.term import MemoryTerm
 from uma.workload import Backend, TrainingWorkload
 
@@ -41,8 +41,8 @@ def sharded_training_terms(
     outside = width * sum(p.size for p in architecture.parameters)
     one = outside + 2 * max(layers)
     gathered = one if workload.grad_checkpoint else outside + sum(layers) + max(layers)
-    step = extrapolated(architecture, alone, backend)
-    update = extrapolated(architecture, replace(alone, batch_size=1, max_seq_length=2), backend)
+    least = replace(alone, batch_size=1, max_seq_length=2)
+    step, update = (Steps(architecture, w, backend).peak_bytes() for w in (alone, least))
     gradients = sum(a.size_bytes for a in arrays) // macs
     held = max(gathered + gradients, one + update // macs)
     source = f"{workload.optimizer}, by shape, a part of each"

@@ -4,9 +4,12 @@ Not compiled, as ``uma lora train`` runs it: new states and parameters take the 
 """
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 from uma.memory.mlx_program import Program, Value
 
+SLICE_ELEMENTS = 1 << 20  # uma/runtime/lora/adam8bit.py, SLICE
+SLICE_BYTES = 81  # for each element of a slice, measured on the CPU backend: 20 arrays of float32
 ARRAYS = 48  # laid out at most: more of them are not on their way at the same time
 
 
@@ -24,6 +27,18 @@ def update_program(
         parameters.append(new)
         states += kept
     return p, [*parameters, *states]
+
+
+def update_8bit_bytes(arrays: Sequence[tuple[tuple[int, ...], int]]) -> int:
+    """``AdamW8bit`` (``uma/runtime/lora/adam8bit.py``): array by array, in slices.
+
+    New parameters stay beside the old ones until all are made. The last, largest array has one
+    slice under way, and the new states of the others.
+    """
+    largest = max(prod(shape) for shape, _ in arrays)
+    under_way = min(largest, SLICE_ELEMENTS)
+    states = 2 * (largest - under_way)
+    return sum(prod(shape) * width for shape, width in arrays) + SLICE_BYTES * under_way + states
 
 
 Update = Callable[[Program, Value, Value], tuple[Value, list[Value]]]

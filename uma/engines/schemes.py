@@ -6,12 +6,13 @@ leave embeddings, the head, norms, biases, convolutions and routers in 16 bits.
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from uma.architecture.layers import Architecture, LatentAttention, Layer, Parameter
+from uma.architecture.remembered import remembered
 from uma.errors import UnknownName
+from uma.frozen import dataclass
 from uma.memory.term import MemoryTerm
 
 SCHEMES = Path(__file__).parent.parent / "data" / "quantization_schemes.csv"
@@ -123,6 +124,7 @@ def scheme_named(name: str) -> Scheme:
     return known[key]
 
 
+@remembered
 def weight_bytes(
     architecture: Architecture,
     scheme: Scheme,

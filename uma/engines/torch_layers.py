@@ -4,7 +4,6 @@ Functions name their values as those files do, because a name keeps a buffer ali
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from uma.architecture.layers import (
     Attention,
@@ -15,10 +14,12 @@ from uma.architecture.layers import (
     Recurrent,
 )
 from uma.engines.torch_ops import FLOAT32, Program
+from uma.frozen import dataclass
 from uma.memory.autograd import Buffer, Tensor
 
 MAX_EXPERTS = 8  # are laid out one by one; of more, so many groups: more change moments little
 EXPERT_GROUPS = 3
+NORMS_AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +45,27 @@ class Batch:
 
 
 def decoder_layer(run: Program, layer: Layer, x: Tensor, hidden: int, batch: Batch) -> Tensor:
-    """``x`` through one block: norm, mixer, sum, norm, feed-forward, sum."""
+    """``x`` through one block: norm, mixer, sum, norm, feed-forward, sum.
+
+    Gemma 2, OLMo 2 and others have norms after mixer and feed-forward too, or instead.
+    """
+    names = {p.name.rpartition(".")[2] for p in layer.parameters}
+    after = not names.isdisjoint(NORMS_AFTER)
+    before = not after or "input_layernorm" in names
     residual = x
     for mixer in layer.mixers:
-        hidden_states = run.norm(x, x.width)
+        hidden_states = run.norm(x, x.width) if before else x
         hidden_states = _mix(run, mixer, hidden_states, hidden, batch)
+        if after:
+            hidden_states = run.norm(hidden_states, x.width)
         residual = run.add(residual, hidden_states)
         del hidden_states
     if not layer.feed_forward:
         return residual
-    hidden_states = run.norm(residual, residual.width)
+    hidden_states = run.norm(residual, residual.width) if before else residual
     hidden_states = _feed_forward(run, layer.feed_forward, hidden_states, hidden)
+    if after:
+        hidden_states = run.norm(hidden_states, residual.width)
     return run.add(residual, hidden_states)
 
 
@@ -275,7 +286,8 @@ def _dense(run: Program, part: FeedForward, x: Tensor, hidden: int) -> Tensor:
     if not part.gated:
         up = run.linear("up_proj", x, inner, hidden)
         return run.linear("down_proj", run.activation(up), hidden, inner)
-    if run.settings.linear("gate_proj").fused and run.settings.linear("gate_proj").rank:
+    matrices = [run.linears(name) for name in ("gate_proj", "up_proj", "down_proj")]
+    if all(how.fused and how.rank for how in matrices) and not run.settings.dropout:
         return _fused_dense(run, x, inner, hidden)
     gate = run.activation(run.linear("gate_proj", x, inner, hidden))
     product = run.multiply(gate, run.linear("up_proj", x, inner, hidden))
@@ -284,31 +296,58 @@ def _dense(run: Program, part: FeedForward, x: Tensor, hidden: int) -> Tensor:
 
 
 def _fused_dense(run: Program, x: Tensor, inner: int, hidden: int) -> Tensor:
-    """Unsloth's ``LoRA_MLP``: saves gate and up, and writes their gradients over them."""
-    gate = run.linear("gate_proj", x, inner, hidden)
-    up = run.linear("up_proj", x, inner, hidden)
-    saved = [gate.buffer, up.buffer]
+    """Unsloth's ``LoRA_MLP`` (``kernels/fast_lora.py``): one node that saves its input and halves.
+
+    Going backward it makes the product again, writes the gradients of both halves over them, and
+    that of the input over the input.
+    """
+    how, width = run.linears("gate_proj"), run.settings.compute_width
+    x = run.cast(x, width)
+    wide = x.elements // hidden * inner * width
+    weight = inner * hidden * how.temporary_width
+    trained = round(3 * how.rank * (hidden + inner) * run.alike)
+
+    def product(size_bytes: int) -> Buffer:
+        copy = run.memory.buffer(weight)
+        found = run.memory.buffer(size_bytes)
+        del copy
+        return found
+
+    saved = x.buffer, product(wide), product(wide)
+    both = run.memory.buffer(wide)
+    out = product(x.size_bytes)
+    del both
 
     def back(grad: Buffer) -> Sequence[Buffer]:
-        return list(saved)
+        again = product(wide)
+        run.gradient(trained)
+        run.memory.passing(weight)
+        del again
+        return [saved[0]]
 
-    product = run.node([gate, up], gate.elements, gate.width, back)
-    del gate, up
-    return run.linear("down_proj", product, hidden, inner)
+    return run.graph.apply([x], out, x.elements, width, back, starts=True)
 
 
 def _experts(run: Program, part: Experts, x: Tensor, hidden: int) -> Tensor:
-    """A loop over experts, each with its share of the tokens, summed into one result."""
-    tokens = x.elements // hidden
-    routed = tokens * part.num_experts_per_tok
+    """Each expert with its share of the tokens, summed into one result.
+
+    A loop (``modeling_mixtral.py``), or all at once (``modeling_granitemoe.py``;
+    ``integrations/moe.py``, ``grouped_mm_experts_forward``).
+    """
+    routed = x.elements * part.num_experts_per_tok
     groups = part.num_experts if part.num_experts <= MAX_EXPERTS else EXPERT_GROUPS
+    if run.settings.sorted_experts:
+        groups = 1
+    run.alike = part.num_experts / groups / run.settings.expert_devices
+    run.linears = run.settings.experts or run.settings.linear
     inner = FeedForward(part.moe_intermediate_size, part.gated)
     total = run.graph.tensor(x.elements, x.width)
     for _ in range(groups):
-        share = _rows(run, x, routed * hidden // groups)
-        found = run.scale(_dense(run, inner, share, hidden))  # times the router's weight
+        share = _rows(run, x, routed // groups)
+        found = run.weighted(_dense(run, inner, share, hidden))
         total = _summed(run, total, found)
         del share, found
+    run.alike, run.linears = 1, run.settings.linear
     if part.shared_intermediate_size:
         shared = FeedForward(part.shared_intermediate_size, part.gated)
         total = run.add(total, _dense(run, shared, x, hidden))

@@ -6,26 +6,28 @@ Facts are of torch 2.4 to 2.13, transformers 4.45 to 5.24, peft 0.13 to 0.20, bi
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from math import prod
+from math import ceil, prod
 
-from uma.architecture.layers import Architecture, Layer
+from uma.architecture.layers import Architecture, Layer, Parameter
 from uma.engines import schemes
+from uma.engines.cuda import CUBLAS_WORKSPACE, CUDA_CONTEXT
 from uma.engines.torch_ops import FLOAT32, AttentionKernel
-from uma.engines.transformers import CUBLAS_WORKSPACE, CUDA_CONTEXT
+from uma.frozen import dataclass
 from uma.memory.adapters import adapters, layer_adapters, trained_layers
 from uma.memory.loss import TRANSFORMERS, Copies
 from uma.memory.optimizer_states import States, torch_states
 from uma.workload import TrainingWorkload
 
-# Formats whose matrices are multiplied as a 16-bit copy; GPTQ's and AWQ's kernels read them packed.
+# Formats whose matrices are multiplied as a 16-bit copy; GPTQ's and AWQ's kernels read them packed,
+# and FP8's do so forward (transformers 5.24, integrations/finegrained_fp8.py, FP8LinearFunction).
 COPIED = frozenset({"nf4", "nf4-double", "int8"})
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Options of the stack that trains, with the defaults of Trainer and PEFT.
+    """Options of the stack that trains; ``uma.plan.training.stacks`` says those of each program.
 
     ``prepare_kbit`` is PEFT's ``prepare_model_for_kbit_training``: everything that is not
     quantized in float32; ``casts_head_back`` is TRL's ``peft_module_casting_to_bf16``, which brings
@@ -33,14 +35,22 @@ class Settings:
     are float32 and computed in 16 bits. ``adapter_width`` is 4 unless a stack makes adapters in 16
     bits (torchtune, litgpt). ``fused_kernels`` are Unsloth's for norms and rotary embeddings,
     ``fused_adapters`` those for adapters. ``foreach`` is torch's default variant of AdamW on CUDA.
-    ``quantizes_experts`` holds before transformers 5. ``fsdp_hooks`` is FSDP 1, see
+    ``expert_modules`` are experts of a layer each, as before transformers 5: bitsandbytes and
+    PEFT's ``all-linear`` leave out stacked ones (transformers, ``integrations/bitsandbytes.py``,
+    ``replace_with_bnb_linear``; peft 0.21, ``tuners/tuners_utils.py``,
+    ``_maybe_include_all_linear_layers``). ``fsdp_hooks`` is FSDP 1, see
     ``StepSettings.keeps_inputs``. ``deepspeed`` is ``torch_deepspeed``'s copies and buffers.
     ``offloads_inputs`` is Unsloth's checkpointing, ``modules_to_save`` are trained
     copies of embeddings and head, ``empties_cache`` a program that calls ``empty_cache``;
     ``whole_at_load`` one that makes the whole model on each device before it is sharded.
     ``keeps_quantized_inputs`` and ``holds_last_graph`` are ``Linear.keeps_input`` and
     ``StepSettings.holds_last_graph``. ``variable_lengths`` are batches of ever other sizes, whose
-    blocks torch's allocator cannot use again.
+    blocks torch's allocator cannot use again. ``sorted_experts`` is
+    ``LayerSettings.sorted_experts``; ``expert_devices`` have a part of the experts each that FSDP
+    leaves alone. ``mixes_frozen`` is FSDP 1 with frozen and trained parameters in one unit, where
+    all of them get gradients (torch 2.4, ``distributed/fsdp/wrap.py``,
+    ``_validate_frozen_params``). ``splits_root`` makes units of embeddings and head.
+    ``quantizes_whole`` is torchao 0.1: ``quantizing_bytes``.
     """
 
     autocast: bool = True
@@ -56,7 +66,7 @@ class Settings:
     reentrant: bool = True
     copies: Copies = TRANSFORMERS
     repeats_kv: bool = False
-    quantizes_experts: bool = True
+    expert_modules: bool = True
     fsdp_hooks: bool = True
     optimizer_in_backward: bool = False
     selective: bool = False
@@ -71,6 +81,11 @@ class Settings:
     keeps_quantized_inputs: bool = False
     holds_last_graph: bool = False
     variable_lengths: bool = False
+    sorted_experts: bool = False
+    expert_devices: int = 0
+    mixes_frozen: bool = False
+    splits_root: bool = False
+    quantizes_whole: bool = False
 
 
 DEFAULTS = Settings()
@@ -97,6 +112,11 @@ class Model:
         return self.settings.prepare_kbit and self.workload.quantized in COPIED
 
     @property
+    def leaves_experts(self) -> bool:
+        """Whether stacked experts are in 16 bits beside bitsandbytes' matrices."""
+        return self.workload.quantized in COPIED and not self.settings.expert_modules
+
+    @property
     def mixes_precision(self) -> bool:
         """Float32 shards that are gathered and computed in 16 bits (FSDP's MixedPrecision)."""
         return self.workload.sharding.zero_stage == 3 and self.weight_width == FLOAT32
@@ -104,6 +124,40 @@ class Model:
     @property
     def trains_all(self) -> bool:
         return self.workload.method == "full"
+
+    @property
+    def grades_frozen(self) -> bool:
+        """Whether frozen parameters of the layers get gradients too."""
+        return self.settings.mixes_frozen and self.workload.sharding.zero_stage == 3
+
+    def part(self, size: int, shards: int) -> int:
+        """What one device has of all parameters' ``size``, spread over ``shards``."""
+        spread, devices = self.workload.sharding, self.settings.expert_devices
+        split = spread.tensor * spread.pipeline
+        if not devices:
+            return ceil(size / shards / split)
+        experts = size * expert_elements(self.architecture) // self.architecture.num_parameters
+        return ceil(((size - experts) / shards + experts / devices) / split)
+
+    def staged(self, size: int, *, weights: bool = False) -> int:
+        """``size`` of what is trained, or of all weights, as if all stages had as much as one end.
+
+        Stages of a pipeline have as many layers each, the first one the embeddings too, and the
+        last one the head, or the same embeddings (Megatron, arXiv:2104.04473, section 2.2).
+        """
+        stages, architecture = self.workload.sharding.pipeline, self.architecture
+        if stages == 1:
+            return size
+        ends = sum(p.size for p in architecture.parameters)
+        if weights:
+            ends *= self.weight_width
+        elif self.trains_all and self.workload.num_layers is None:
+            ends = size * ends // architecture.num_parameters
+        else:
+            ends = 0
+        layers = len(architecture.layers)
+        inside = (size - ends) * ceil(layers / stages) / layers
+        return stages * ceil(inside + ends / (1 if architecture.tie_word_embeddings else 2))
 
     @cached_property
     def shapes(self) -> Counter[tuple[int, ...]]:
@@ -120,6 +174,16 @@ class Model:
         return found
 
 
+def expert_elements(architecture: Architecture) -> int:
+    """Elements of all stacks of experts."""
+    return sum(
+        count * p.size
+        for some, count in architecture.counted_parameters
+        for p in some
+        if p.kind == "matrix" and len(p.shape) == 3
+    )
+
+
 def weights_bytes(model: Model) -> int:
     """All parameters as they lie on the device."""
     architecture, workload = model.architecture, model.workload
@@ -127,7 +191,7 @@ def weights_bytes(model: Model) -> int:
         return architecture.num_parameters * model.weight_width
     scheme = schemes.scheme_named(workload.quantized)
     scheme = replace(scheme, rest_bytes=model.weight_width)
-    return schemes.weight_bytes(architecture, scheme, experts=model.settings.quantizes_experts)
+    return schemes.weight_bytes(architecture, scheme, experts=not model.leaves_experts)
 
 
 def _shapes(model: Model) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -148,6 +212,8 @@ def _shapes(model: Model) -> Iterator[tuple[tuple[int, ...], int]]:
 def _layer_shapes(layer: Layer, model: Model) -> Iterator[tuple[tuple[int, ...], int]]:
     if model.trains_all:
         yield from ((p.shape, 1) for p in layer.parameters)
+    if not (model.settings.expert_modules or model.workload.targets):
+        layer = replace(layer, parameters=tuple(_linears(layer)))
     for adapter in layer_adapters(layer, model.workload):
         yield (adapter.rank, adapter.columns), adapter.count
         yield (adapter.rows, adapter.rank), adapter.count
@@ -155,16 +221,40 @@ def _layer_shapes(layer: Layer, model: Model) -> Iterator[tuple[tuple[int, ...],
             yield (adapter.rows,), 1
 
 
+def _linears(layer: Layer) -> Iterator[Parameter]:
+    """The weights of linear layers: without stacked experts, and routers, which are bare ones."""
+    for parameter in layer.parameters:
+        matrix = schemes.matrix_of(parameter, layer)
+        if matrix is not None and matrix.part == "linear":
+            yield parameter
+
+
 def trained_elements(model: Model) -> int:
-    """Elements of everything that gets a gradient."""
+    """Elements of everything that is trained."""
     return sum(prod(shape) * count for shape, count in model.shapes.items())
+
+
+def graded_elements(model: Model) -> int:
+    """Elements that have a gradient after the backward pass."""
+    if not model.grades_frozen:
+        return trained_elements(model)
+    architecture = model.architecture
+    outside = sum(p.size for p in architecture.parameters)
+    return trained_elements(model) + architecture.num_parameters - outside
+
+
+def _optimizer_of(shape: tuple[int, ...], model: Model) -> str:
+    """Muon takes hidden matrices alone, AdamW the rest (torch 2.13, ``optim/_muon.py``)."""
+    optimizer = model.workload.optimizer
+    hidden = len(shape) == 2 and shape[0] != model.architecture.vocab_size
+    return "adamw" if optimizer == "muon" and not hidden else optimizer
 
 
 def optimizer_states(model: Model) -> States:
     """States of all trained arrays.
 
     DeepSpeed's optimizer has flat float32 copies instead, which Adafactor cannot factor
-    (0.19.6, ``stage_1_and_2.py``, ``single_partition_of_fp32_groups``; ``stage3.py``,
+    (0.19.8, ``stage_1_and_2.py``, ``single_partition_of_fp32_groups``; ``stage3.py``,
     ``fp32_partitioned_groups_flat``).
     """
     if model.settings.deepspeed:
@@ -172,6 +262,6 @@ def optimizer_states(model: Model) -> States:
     width = model.weight_width if model.trains_all else model.settings.adapter_width
     total = States(0)
     for shape, count in model.shapes.items():
-        one = torch_states(model.workload.optimizer, shape, width)
+        one = torch_states(_optimizer_of(shape, model), shape, width)
         total += States(one.device_bytes * count, one.paged_bytes * count)
     return total

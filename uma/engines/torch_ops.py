@@ -4,10 +4,11 @@ Widths are bytes an element. PEFT's layers are those of 0.13 to 0.20, bitsandbyt
 transformers' of 4.45 to 5.24.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
+from uma.frozen import dataclass
 from uma.memory.autograd import Backward, Buffer, Graph, Tensor
 
 FLOAT32 = 4
@@ -39,6 +40,28 @@ class Linear:
     keeps_input: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """How the matrices of ``names`` are held, and all others."""
+
+    names: frozenset[str]
+    named: Linear
+    other: Linear
+
+    def __call__(self, name: str) -> Linear:
+        return self.named if name in self.names else self.other
+
+    @property
+    def trains(self) -> bool:
+        return self.other.trained or bool(self.names)
+
+    @property
+    def frozen(self) -> "Linears":
+        """The same matrices in a layer that is not trained."""
+        plain = replace(self.other, trained=False)
+        return Linears(frozenset(), plain, plain)
+
+
 FROZEN = Linear()
 TRAINED = Linear(trained=True)
 
@@ -47,13 +70,16 @@ TRAINED = Linear(trained=True)
 class LayerSettings:
     """What decides the sizes of a layer's values.
 
-    ``linear`` gives how the matrix of a name is held. ``fused_norms`` are kernels for norms and
+    ``linear`` gives how the matrix of a name is held, ``experts`` how one of routed experts is, if
+    otherwise. ``fused_norms`` are kernels for norms and
     rotary embeddings that save their input alone; ``repeats_kv`` copies keys and values to every
     query head before a kernel that would not need it (Mistral's and Mixtral's flash attention until
-    transformers 4.47). ``gradient_width`` is that of trained parameters.
+    transformers 4.47). ``gradient_width`` is that of trained parameters, which ``adds_gradients``
+    adds to those of earlier batches. ``sorted_experts`` run at once, on rows sorted by expert,
+    instead of one after another; each of ``expert_devices`` has a part of them.
     """
 
-    linear: Callable[[str], Linear]
+    linear: Linears
     compute_width: int = 2
     adapter_width: int = FLOAT32
     autocast: bool = False
@@ -64,6 +90,16 @@ class LayerSettings:
     repeats_kv: bool = False
     query_norms: bool = False
     dropout: bool = False
+    sorted_experts: bool = False
+    adds_gradients: bool = False
+    expert_devices: int = 1
+    experts: Linears | None = None
+
+    @property
+    def frozen(self) -> "LayerSettings":
+        """Of a layer that is not trained."""
+        experts = self.experts and self.experts.frozen
+        return replace(self, linear=self.linear.frozen, experts=experts, norms_trained=False)
 
 
 class Program:
@@ -73,6 +109,8 @@ class Program:
         self.graph, self.settings, self.memory = graph, settings, graph.memory
         self.parameter_gradients: list[Buffer] = []
         self.kept: list[Buffer] = []
+        self.alike: float = 1  # matrices that one which is laid out stands for
+        self.linears = settings.linear
 
     def _unary(self, x: Tensor, width: int, saved: Buffer | None = None) -> Tensor:
         """An elementwise operation of one input, whose backward needs ``saved``."""
@@ -116,12 +154,24 @@ class Program:
 
         return self.graph.apply([x, y], self.memory.buffer(size), x.elements, x.width, back)
 
+    def weighted(self, x: Tensor) -> Tensor:
+        """Rows times a number each, whose gradient needs ``x`` and is a product that is summed."""
+        saved, size = x.buffer, x.size_bytes
+
+        def back(grad: Buffer) -> Sequence[Buffer]:
+            found = self.memory.buffer(size)
+            self.memory.passing(size)
+            return [found] if saved else []
+
+        return self.graph.apply([x], self.memory.buffer(size), x.elements, x.width, back)
+
     def product(self, x: Tensor, rows: int, columns: int, how: Linear, width: int) -> Tensor:
         """``x`` times a matrix of ``[rows, columns]``; the gradient of the matrix needs ``x``."""
         tokens, matrix = x.elements // columns, rows * columns
         saved = x.buffer if how.trained else None
         size = x.size_bytes if x.node is not None else 0
         cast = self.memory.buffer(matrix * how.saved_width)
+        trained = round(matrix * self.alike)
         if how.keeps_input and self.graph.enabled:
             self.keep(x.buffer)
 
@@ -130,7 +180,7 @@ class Program:
             found = self.memory.buffer(size)
             del copy
             if saved is not None:
-                self.gradient(matrix)
+                self.gradient(trained)
             return [found] if cast else []
 
         copy = self.memory.buffer(matrix * how.temporary_width)
@@ -144,12 +194,14 @@ class Program:
             self.kept.append(buffer)
 
     def gradient(self, elements: int) -> None:
-        """The gradient of a parameter, kept until the optimizer's step."""
-        self.parameter_gradients.append(self.memory.buffer(elements * self.settings.gradient_width))
+        """The gradient of a parameter, kept until the optimizer's step, or added to its sum."""
+        gradient = self.memory.buffer(elements * self.settings.gradient_width)
+        if not self.settings.adds_gradients:
+            self.parameter_gradients.append(gradient)
 
     def linear(self, name: str, x: Tensor, rows: int, columns: int) -> Tensor:
         """The layer ``name`` with its adapter."""
-        how, width = self.settings.linear(name), self.settings.compute_width
+        how, width = self.linears(name), self.settings.compute_width
         inner = self.cast(x, width)
         result = self.product(inner, rows, columns, how, width)
         del inner
@@ -195,11 +247,11 @@ class Program:
         if self.settings.dropout:
             x = self._unary(x, x.width, saved=x.buffer)  # the input and what is left of it
         low = self.product(x, how.rank, columns, TRAINED, self.settings.compute_width)
-        saved, width = low.buffer, result.width
+        saved, width, trained = low.buffer, result.width, round(rows * how.rank * self.alike)
 
         def back(grad: Buffer) -> Sequence[Buffer | None]:
             low_grad = self.memory.buffer(saved.size_bytes)
-            self.gradient(rows * how.rank)
+            self.gradient(trained)
             return [grad, low_grad]
 
         return self.graph.apply([result, low], result.buffer, result.elements, width, back)

@@ -1,18 +1,18 @@
 """One training step under PyTorch, in sizes: forward, loss, backward, layer by layer."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import lcm
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from uma.architecture.layers import Architecture, Attention, Layer, Mixer
+from uma.architecture.layers import Architecture, Layer
+from uma.architecture.remembered import remembered
 from uma.engines.torch_layers import Batch, decoder_layer
 from uma.engines.torch_ops import LayerSettings, Program
 from uma.errors import UsageError
-from uma.memory.autograd import Buffer, Graph, Memory, Tensor
+from uma.frozen import dataclass
+from uma.memory.autograd import Graph, Memory, Tensor
 from uma.memory.loss import TRANSFORMERS, Copies, LossRun
-
-SIMULATED = 4  # layers that are laid out of many equal ones
-MOST_FIRST = 5  # layers, one more than may come before equal ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class StepSettings:
     saves every second product and attention's output (torchtitan 0.1,
     ``parallelize_llama.py``, ``_save_list``). ``holds_last_graph`` is a program whose names hold
     the graph of a batch until the next one has run forward, and with it what nodes keep.
+    ``frozen_layers`` come before those that are trained.
     """
 
     stream_width: int = 2
@@ -44,32 +45,44 @@ class StepSettings:
     selective: bool = False
     offloads_inputs: bool = False
     holds_last_graph: bool = False
+    frozen_layers: int = 0
     copies: Copies = TRANSFORMERS
 
 
 @dataclass(frozen=True, slots=True)
 class StepPeaks:
-    """Bytes above what is always there, by moment, and the gradients that are left at the end.
+    """Bytes above what is always there, and the gradients that are left at the end.
 
-    Moments are the forward pass, the loss going backward, and the backward pass of each layer.
     ``logits_bytes`` are those of the loss at the end of the forward pass.
     """
 
-    moments: dict[str, int]
+    forward_bytes: int
+    backward_bytes: int
     gradient_bytes: int
     logits_bytes: int = 0
 
-    @property
-    def forward_bytes(self) -> int:
-        return self.moments.get("forward", 0)
 
-    @property
-    def backward_bytes(self) -> int:
-        return max(size for moment, size in self.moments.items() if moment != "forward")
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A layer, or those that are checkpointed together, by itself: what each of its passes does.
+
+    ``forward_bytes`` and ``backward_bytes`` are the peaks above what is alive before the pass,
+    ``forward_left`` and ``backward_left`` what is alive after it, less what was before.
+    ``kept_bytes`` are inputs that nodes keep; ``width`` and ``has_graph`` are of its output.
+    """
+
+    forward_bytes: int
+    forward_left: int
+    backward_bytes: int
+    backward_left: int
+    gradient_bytes: int
+    kept_bytes: int
+    width: int
+    has_graph: bool
 
 
 class Step:
-    """The values of one step."""
+    """The values of a part of a step, above nothing."""
 
     def __init__(
         self,
@@ -81,206 +94,293 @@ class Step:
         self.architecture, self.batch, self.settings = architecture, batch, settings
         self.memory = Memory()
         self.run = Program(Graph(self.memory), layers)
-        self.kept: list[Buffer | None] = []
-        self.sharded = 0  # gradients that are where they stay
 
-    def peaks(self) -> StepPeaks:
-        self.memory.begin("forward")
-        x = self._forward()
-        settings, tokens = self.settings, self.batch.tokens
-        last = sum(b.size_bytes for b in self.run.kept) if settings.holds_last_graph else 0
-        hidden = self.architecture.hidden_size
+    def layer(
+        self, layer: Layer, width: int, has_graph: bool, *, holds_input: bool, keeps_gradient: bool
+    ) -> Unit:
+        """Both passes of ``layer``, whose input has ``width``, and a graph or none.
+
+        What surrounds it may hold its input, and the gradient of its output.
+        """
+        memory = self.memory
+        x = self._input(width, has_graph)
+        held = x.buffer if holds_input else None
+        given = memory.live_bytes
+        memory.begin()
+        out = self._through(layer, x)
+        del x
+        forward, left = memory.peak_bytes, memory.live_bytes
+        kept = sum(b.size_bytes for b in self.run.kept)
+        node, size, width = out.node, out.size_bytes, out.width
+        del out
+        before = memory.live_bytes + size  # with the gradient of the output
+        memory.begin()
+        gradient = None
+        if node is not None:
+            node.grad = memory.buffer(size)
+            gradient = node.grad if keeps_gradient else None
+            self.run.graph.backward(node)
+            self._shard(0)
+        after = memory.live_bytes
+        del held, gradient
+        return Unit(
+            forward - given,
+            left - given,
+            memory.peak_bytes - before,
+            after - before,
+            self.gradient_bytes,
+            kept,
+            width,
+            node is not None,
+        )
+
+    def without_graph(self, layer: Layer, width: int) -> tuple[int, int]:
+        """The peak of a forward pass above its input, and the width of its output."""
+        with self.run.graph.no_grad():
+            x = self._input(width)
+            given = self.memory.live_bytes
+            out = self._through(layer, x)
+        return self.memory.peak_bytes - given, out.width
+
+    def _through(self, layer: Layer, x: Tensor) -> Tensor:
+        return decoder_layer(self.run, layer, x, self.architecture.hidden_size, self.batch)
+
+    def ends(self, forward: int, live: int, width: int, has_graph: bool) -> tuple[StepPeaks, int]:
+        """The end of the forward pass, above ``live`` bytes, and the backward pass of the loss.
+
+        ``forward`` is the peak before it. Beside the peaks, what is alive afterwards.
+
+        Raises:
+            UsageError: If nothing is trained.
+        """
+        memory, settings = self.memory, self.settings
+        x = self._input(width, has_graph)
+        memory.live_bytes, memory.peak_bytes = live, forward
         normed = self.run.norm(x, x.width)
         del x
-        vocabulary = self.architecture.vocab_size
-        loss = LossRun(self.memory, tokens, vocabulary, settings.head_width, settings.copies)
-        before, layers = self.memory.live_bytes, self.memory.peaks["forward"]
+        loss = self._loss(settings.copies)
+        before, layers = memory.live_bytes, memory.peak_bytes
         loss.forward(normed.size_bytes)
-        ended = self.memory.peaks["forward"]
-        logits = ended - before if ended > layers else self.memory.live_bytes - before
+        ended = memory.peak_bytes
+        logits = ended - before if ended > layers else memory.live_bytes - before
         node, size = normed.node, normed.size_bytes
         saved = normed.buffer if settings.head_trained else None
         del normed
-        self.memory.begin("backward")
-        grad = loss.backward(size)
-        del saved
-        if settings.head_trained:
-            self.run.gradient(hidden * self.architecture.vocab_size)
-            # FSDP's root has embeddings and head, and is whole until its last gradient.
-            self.sharded = 1
         if node is None:
             raise UsageError("none of the targets is a matrix whose adapter we know how to train")
-        self.run.graph.backward(node, grad)
-        self._shard()
-        del grad, node
-        if settings.embedding_trained:
-            self.run.gradient(hidden * self.architecture.vocab_size)
-        gradients = sum(b.size_bytes for b in self.run.parameter_gradients)
-        moments = {moment: size + last for moment, size in self.memory.peaks.items()}
-        return StepPeaks(moments, gradients, logits)
+        memory.begin()
+        node.grad = loss.backward(size)
+        del saved
+        if settings.head_trained:
+            self.run.gradient(self.architecture.hidden_size * self.architecture.vocab_size)
+        self.run.graph.backward(node)
+        # FSDP's root has embeddings and head, and is whole until its last gradient.
+        self._shard(1)
+        found = StepPeaks(ended, memory.peak_bytes, self.gradient_bytes, logits)
+        return found, memory.live_bytes
 
-    def without_gradients(self) -> int:
-        """The most that is alive in one batch of validation: a layer forward, or the loss."""
+    def loss_bytes(self, width: int) -> int:
+        """The most that is alive from the last layer to the loss, without gradients."""
         with self.run.graph.no_grad():
-            x = self._forward()
+            x = self._input(width)
             normed = self.run.norm(x, x.width)
         del x
-        copies = replace(self.settings.copies, keeps_outputs=False)
-        tokens, vocabulary = self.batch.tokens, self.architecture.vocab_size
-        loss = LossRun(self.memory, tokens, vocabulary, self.settings.head_width, copies)
-        loss.forward(normed.size_bytes)
+        self._loss(replace(self.settings.copies, keeps_outputs=False)).forward(normed.size_bytes)
         return self.memory.peak_bytes
 
-    def _forward(self) -> Tensor:
-        settings = self.settings
-        hidden = self.architecture.hidden_size
-        x = self.run.graph.tensor(self.batch.tokens * hidden, settings.stream_width)
-        if settings.inputs_need_gradients or settings.embedding_trained:
-            x = self.run.graph.leaf(x)
-        layers = self.architecture.layers
-        every = settings.checkpoint_every
-        index = 0
-        while index < len(layers):
-            count = every if every else 1
-            group = layers[index : index + count]
-            x = self._checkpointed(group, x, index) if every else self._layers(group, x, index)
-            index += count
+    @property
+    def gradient_bytes(self) -> int:
+        """Of trained parameters."""
+        return sum(b.size_bytes for b in self.run.parameter_gradients)
+
+    def _loss(self, copies: Copies) -> LossRun:
+        tokens, vocabulary = self.batch.tokens, self.architecture.vocab_size
+        return LossRun(self.memory, tokens, vocabulary, self.settings.head_width, copies)
+
+    def _input(self, width: int, has_graph: bool = False) -> Tensor:
+        x = self.run.graph.tensor(self.batch.tokens * self.architecture.hidden_size, width)
+        if not has_graph:
+            return x
+        x = self.run.graph.leaf(x)
+        self.leaf = x.node  # has the gradient in the end
         return x
 
-    def _layers(self, layers: Sequence[Layer], x: Tensor, index: int) -> Tensor:
-        for i, layer in enumerate(layers, index):
-            x = decoder_layer(self.run, layer, x, self.architecture.hidden_size, self.batch)
-            x = self._marked(x, i)
-        return x
-
-    def _marked(self, x: Tensor, index: int) -> Tensor:
-        """``x``; the backward pass is in layer ``index`` once it comes here."""
-
-        def back(grad: Buffer) -> Sequence[Buffer]:
-            self._shard()
-            self.memory.begin(f"layer {index}")
-            return [grad]
-
-        return self.run.graph.apply([x], x.buffer, x.elements, x.width, back)
-
-    def _checkpointed(self, layers: Sequence[Layer], x: Tensor, index: int) -> Tensor:
-        """``torch.utils.checkpoint``: the input is saved, the layers run again for the backward.
-
-        The reentrant variant holds the gradient of the output, and the output that it has made
-        again, while it goes backward (torch 2.4, ``CheckpointFunction.backward``).
-        """
-        kept = self.memory.buffer(0) if self.settings.offloads_inputs else x.buffer
-        saved, elements, width = Tensor(x.buffer, x.elements, x.width), x.elements, x.width
-        products = self._selected(layers) if self.settings.selective else None
-
-        def back(grad: Buffer) -> Sequence[Buffer | None]:
-            again = kept if kept.size_bytes else self.memory.buffer(elements * width)
-            leaf = self.run.graph.leaf(Tensor(again, elements, width))
-            del again
-            out = self._layers(layers, leaf, index)
-            assert out.node is not None
-            assert leaf.node is not None
-            node = out.node
-            if not self.settings.reentrant:
-                del out
-            self.run.graph.backward(node, grad)
-            self.run.kept.clear()
-            self._shard()
-            found = leaf.node.grad if products is None or products else None
-            if self.settings.keeps_inputs:
-                self.kept += [leaf.buffer, found]
-            return [found]
-
-        with self.run.graph.no_grad():
-            out = self._layers(layers, saved, index)
-        del saved
-        return self.run.graph.apply(
-            [x], out.buffer, out.elements, out.width, back, starts=not self.settings.reentrant
-        )
-
-    def _selected(self, layers: Sequence[Layer]) -> Buffer:
-        """Half of the products' outputs, and the outputs of attention."""
-        rows = sum(p.shape[-2] for layer in layers for p in layer.parameters if p.kind == "matrix")
-        mixed = len(layers) * self.architecture.hidden_size
-        width = self.run.settings.compute_width
-        return self.memory.buffer(self.batch.tokens * (rows // 2 + mixed) * width)
-
-    def _shard(self) -> None:
-        """Gradients of a layer that every device keeps a part of once they are reduced."""
+    def _shard(self, whole: int) -> None:
+        """Gradients, but for the first ``whole``, once they are reduced: each device has a part."""
         gradients, shards = self.run.parameter_gradients, self.settings.gradient_shards
         if self.settings.drops_gradients:
             gradients.clear()
         elif shards > 1:
-            whole = sum(b.size_bytes for b in gradients[self.sharded :])
-            gradients[self.sharded :] = [self.memory.buffer(whole // shards)]
-            self.sharded = len(gradients)
+            size = sum(b.size_bytes for b in gradients[whole:])
+            gradients[whole:] = [self.memory.buffer(size // shards)]
 
 
+class Units:
+    """The layers of steps that run as ``how`` says, those of a kind laid out once."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        batch: Batch,
+        how: LayerSettings,
+        settings: StepSettings,
+    ) -> None:
+        self.architecture, self.batch, self.how, self.settings = architecture, batch, how, settings
+        self.elements = batch.tokens * architecture.hidden_size
+        reduced = settings.gradient_shards, settings.drops_gradients
+        self.known = _laid_out(architecture, batch, how, *reduced)
+
+    def alone(
+        self, layer: Layer, width: int, has_graph: bool, *, holds: bool = False, keeps: bool = False
+    ) -> Unit:
+        """``Step.layer`` of a kind."""
+        key = (id(layer), width, has_graph, holds, keeps)
+        if key not in self.known:
+            step = Step(self.architecture, self.batch, self.how, self.settings)
+            self.known[key] = step.layer(
+                layer, width, has_graph, holds_input=holds, keeps_gradient=keeps
+            )
+        unit: Unit = self.known[key]
+        return unit
+
+    def checkpointed(
+        self, layers: Sequence[Layer], width: int, has_graph: bool, keeps: bool
+    ) -> Unit:
+        """``torch.utils.checkpoint``: the input is saved, the layers run again for the backward.
+
+        The reentrant variant holds the gradient of the output, and the output that it has made
+        again, while it goes backward (torch 2.4, ``CheckpointFunction.backward``). ``keeps`` says
+        whether that gradient stays afterwards.
+        """
+        settings, x = self.settings, self.elements * width
+        forward, out_width = self.without_graph(layers, width)
+        out = self.elements * out_width
+        if not has_graph and (settings.reentrant or not self.how.linear.trains):
+            return Unit(forward, out - x, 0, 0, 0, 0, out_width, has_graph=False)
+        selected = self._selected_bytes(layers) if settings.selective else 0
+        saved = 0 if settings.offloads_inputs else x
+        peak = live = x - saved
+        units: list[Unit] = []
+        for layer in layers:
+            last = len(units) == len(layers) - 1
+            given = units[-1].width if units else width
+            unit = self.alone(layer, given, True, holds=not units, keeps=last)
+            peak = max(peak, live + unit.forward_bytes)
+            live += unit.forward_left
+            units.append(unit)
+        made_again = out if settings.reentrant else 0
+        live += made_again - out
+        for unit in reversed(units):
+            peak = max(peak, live + unit.backward_bytes)
+            live += unit.backward_left - unit.kept_bytes
+        live -= made_again + selected + (0 if settings.keeps_inputs else x) + (0 if keeps else out)
+        gradients = sum(unit.gradient_bytes for unit in units)
+        left = selected + out + saved - x
+        return Unit(selected + forward, left, peak, live, gradients, 0, out_width, has_graph=True)
+
+    def without_graph(self, layers: Sequence[Layer], width: int) -> tuple[int, int]:
+        """The peak above the first one's input, which is saved, and the width of the output."""
+        peak = beside = 0
+        for layer in layers:
+            key = (id(layer), width)
+            if key not in self.known:
+                step = Step(self.architecture, self.batch, self.how, self.settings)
+                self.known[key] = step.without_graph(layer, width)
+            above, width = self.known[key]
+            peak = max(peak, beside + above)
+            beside = self.elements * width
+        return peak, width
+
+    def _selected_bytes(self, layers: Sequence[Layer]) -> int:
+        """Half of the products' outputs, and the outputs of attention."""
+        rows = sum(p.shape[-2] for layer in layers for p in layer.parameters if p.kind == "matrix")
+        mixed = len(layers) * self.architecture.hidden_size
+        return self.batch.tokens * (rows // 2 + mixed) * self.how.compute_width
+
+
+@remembered
+def _laid_out(
+    architecture: Architecture,
+    batch: Batch,
+    how: LayerSettings,
+    gradient_shards: int,
+    drops_gradients: bool,
+) -> dict[object, Any]:
+    """What is known of the layers of all steps that differ in nothing of this."""
+    return {}
+
+
+@remembered
 def validation_bytes(
     architecture: Architecture, batch: Batch, layers: LayerSettings, settings: StepSettings
 ) -> int:
-    """Bytes of one batch without gradients; one layer stands for all."""
-    one = replace(architecture, layers=architecture.layers[-1:])
-    return Step(one, batch, layers, settings).without_gradients()
+    """The most that is alive in one batch without gradients: a layer forward, or the loss."""
+    units = Units(architecture, batch, layers, settings)
+    above, width = units.without_graph(architecture.kinds[-1:], settings.stream_width)
+    ended = Step(architecture, batch, layers, settings).loss_bytes(width)
+    return max(units.elements * settings.stream_width + above, ended)
 
 
+@remembered
 def step_peaks(
-    architecture: Architecture, batch: Batch, layers: LayerSettings, settings: StepSettings
+    architecture: Architecture,
+    batch: Batch,
+    layers: LayerSettings,
+    settings: StepSettings,
+    alive: int,
 ) -> StepPeaks:
-    """The moments of a step.
+    """The peaks of a step of the last ``alive`` layers.
 
-    Of many equal layers, or of a pattern of layers that returns, ``SIMULATED`` and one more are
-    laid out: each moment grows with their number in a straight line, counted from the last layer
-    or from the first.
+    Layers of one kind do the same to what is alive before them, and are laid out once.
+
+    Raises:
+        UsageError: If nothing is trained.
     """
-    count, every = len(architecture.layers), max(1, settings.checkpoint_every)
-    first, pattern = _pattern(architecture.layers)
-    unit = lcm(pattern, every)
-    fewer = first + unit * (SIMULATED if pattern == 1 else SIMULATED // 2)
-    if 2 * fewer + unit >= count or (count - first) % unit or first % every:
-        return Step(architecture, batch, layers, settings).peaks()
-    few, more = (
-        Step(replace(architecture, layers=architecture.layers[:n]), batch, layers, settings).peaks()
-        for n in (fewer, fewer + unit)
-    )
-    steps, half = (count - fewer) // unit, (first + fewer) // 2
-    moments = {}
-    for index in range(fewer):
-        at = index if index < half else index + unit
-        moments[f"layer {index}"] = _line(
-            few.moments[f"layer {index}"], more.moments[f"layer {at}"], steps
-        )
-    for name in ("forward", "backward"):
-        moments[name] = _line(few.moments[name], more.moments[name], steps)
-    gradients = _line(few.gradient_bytes, more.gradient_bytes, steps)
-    return StepPeaks(moments, gradients, more.logits_bytes)
+    part = partial(Step, architecture, batch, layers, settings)
+    units = list(_units(architecture, batch, layers, settings, alive))
+    forward = live = batch.tokens * architecture.hidden_size * settings.stream_width
+    for unit in units:
+        forward = max(forward, live + unit.forward_bytes)
+        live += unit.forward_left
+    found, live = part().ends(forward, live, unit.width, unit.has_graph)
+    backward, gradients = found.backward_bytes, found.gradient_bytes
+    for unit in reversed(units):
+        backward = max(backward, live + unit.backward_bytes)
+        live += unit.backward_left
+        gradients += unit.gradient_bytes
+    if settings.embedding_trained:
+        embedding = part()
+        embedding.run.gradient(architecture.hidden_size * architecture.vocab_size)
+        backward = max(backward, live + embedding.memory.peak_bytes)
+        gradients += embedding.gradient_bytes
+    last = sum(unit.kept_bytes for unit in units) if settings.holds_last_graph else 0
+    return StepPeaks(found.forward_bytes + last, backward + last, gradients, found.logits_bytes)
 
 
-def _line(few: int, more: int, steps: int) -> int:
-    return few + (more - few) * steps
-
-
-def _pattern(layers: Sequence[Layer]) -> tuple[int, int]:
-    """How many layers come first, and after how many of the others the same ones return.
-
-    The same is what has the same sizes in a step.
-    """
-    numbers: dict[object, int] = {}
-    kinds = [
-        numbers.setdefault(
-            (tuple(map(_sizes, one.mixers)), one.feed_forward, *(p.shape for p in one.parameters)),
-            len(numbers),
-        )
-        for one in layers
-    ]
-    found = ((first, _period(kinds[first:])) for first in range(min(MOST_FIRST, len(kinds))))
-    return min(found, key=sum)
-
-
-def _period(kinds: Sequence[int]) -> int:
-    return next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
-
-
-def _sizes(mixer: Mixer) -> Mixer:
-    """A window changes none: all pairs of tokens are laid out, or none by a fused kernel."""
-    return replace(mixer, sliding_window=None) if isinstance(mixer, Attention) else mixer
+def _units(
+    architecture: Architecture,
+    batch: Batch,
+    layers: LayerSettings,
+    settings: StepSettings,
+    alive: int,
+) -> Iterator[Unit]:
+    """Layers one by one, or those that are checkpointed together."""
+    both = layers, layers.frozen
+    trained, frozen = (Units(architecture, batch, how, settings) for how in both)
+    width = settings.stream_width
+    has_graph = settings.inputs_need_gradients or settings.embedding_trained
+    every, kinds = max(1, settings.checkpoint_every), architecture.kinds[-alive:]
+    known: dict[object, Unit] = {}
+    for index in range(0, len(kinds), every):
+        some = kinds[index : index + every]
+        kind = frozen if index + len(some) <= settings.frozen_layers else trained
+        if settings.checkpoint_every:
+            keeps = settings.keeps_inputs and index + every < len(kinds)
+            key = (kind, *map(id, some), width, has_graph, keeps)
+            if key not in known:
+                known[key] = kind.checkpointed(some, width, has_graph, keeps)
+            unit = known[key]
+        else:
+            unit = kind.alone(some[0], width, has_graph)
+        width, has_graph = unit.width, unit.has_graph
+        yield unit

@@ -5,7 +5,7 @@ What one device holds, by phase. ``Settings`` are the options of the stack.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, prod
 
 from uma.architecture.layers import Architecture, Parameter
 from uma.engines import schemes
@@ -16,16 +16,17 @@ from uma.engines.torch_model import (
     DEFAULTS,
     Model,
     Settings,
+    graded_elements,
     optimizer_states,
     trained_elements,
     weights_bytes,
 )
-from uma.engines.torch_ops import FLOAT32, AttentionKernel, LayerSettings, Linear
+from uma.engines.torch_ops import FLOAT32, AttentionKernel, LayerSettings, Linear, Linears
 from uma.engines.torch_step import StepPeaks, StepSettings, step_peaks, validation_bytes
 from uma.ledger import phase_totals
 from uma.memory.adapters import is_target
 from uma.memory.loss import Copies
-from uma.memory.optimizer_states import step_temporary_bytes
+from uma.memory.optimizer_states import adafactor_temporary_bytes, step_temporary_bytes
 from uma.memory.term import MemoryTerm
 from uma.workload import TrainingWorkload
 
@@ -34,8 +35,11 @@ from uma.workload import TrainingWorkload
 # backward pass freed. Fitted by scripts/fit_training.py.
 SLACK = 0.24
 LOGITS_SLACK = 0.31
-VARIABLE_SLACK = 1.04  # of what a batch makes forward, where batches differ in length
+VARIABLE_SLACK = 2.38  # of the logits, where batches differ in length
 FSDP_SLACK = 0.93  # of all that is not there from the start, full training under FSDP 1
+
+HALF, NF4_LEVELS = 2, 16
+EACH_GRADIENT = "one for each element that has one"
 
 # Names of the same matrices in other families, by the roles that a layer is laid out in.
 ROLES = {
@@ -55,38 +59,54 @@ def layer_settings(model: Model) -> LayerSettings:
     settings, workload = model.settings, model.workload
     copies = workload.quantized in COPIED
     compute = workload.dtype_bytes
-    full, targets = model.trains_all, _roles(model)
+    full = model.trains_all
     wide = model.weight_width > compute and not workload.quantized
     casts = wide and settings.autocast and not model.mixes_precision
 
-    def linear(name: str) -> Linear:
-        adapted = not full and (name in targets)
-        return Linear(
-            rank=workload.rank if adapted else 0,
-            dora=workload.method == "dora",
-            trained=full,
-            temporary_width=compute if copies else 0,
-            clones=bool(workload.quantized),
-            fused=settings.fused_adapters,
-            saved_width=compute if casts else 0,
-            keeps_input=copies and settings.keeps_quantized_inputs,
-        )
-
+    plain = Linear(
+        trained=full or model.grades_frozen,
+        temporary_width=compute if copies or workload.quantized == "fp8" else 0,
+        clones=bool(workload.quantized),
+        fused=settings.fused_adapters,
+        saved_width=compute if casts else 0,
+        keeps_input=copies and settings.keeps_quantized_inputs,
+    )
+    adapted = replace(plain, rank=workload.rank, dora=workload.method == "dora")
     return LayerSettings(
-        linear=linear,
+        linear=Linears(_roles(model), plain if full else adapted, plain),
         compute_width=compute,
         adapter_width=settings.adapter_width,
         autocast=settings.autocast,
         kernel=_kernel(model),
         fused_norms=settings.fused_kernels,
-        norms_trained=full,
+        norms_trained=plain.trained,
         gradient_width=_gradient_width(model),
         repeats_kv=settings.repeats_kv,
         query_norms=any(
             p.name.endswith("q_norm") for p in model.architecture.layers[-1].parameters
         ),
         dropout=settings.dropout,
+        sorted_experts=settings.sorted_experts,
+        adds_gradients=_adds_gradients(model),
+        expert_devices=settings.expert_devices or 1,
+        experts=None if settings.expert_modules else _experts(model, plain),
     )
+
+
+def _experts(model: Model, plain: Linear) -> Linears:
+    """How stacked experts are held: adapted only if their names are given."""
+    if model.leaves_experts:
+        plain = replace(plain, temporary_width=0, clones=False, keeps_input=False)
+    named = _roles(model) if model.workload.targets else frozenset()
+    adapted = plain if model.trains_all else replace(plain, rank=model.workload.rank)
+    return Linears(named, adapted, plain)
+
+
+def _adds_gradients(model: Model) -> bool:
+    """Whether the device keeps whole gradients of the batches before; DeepSpeed's are its own."""
+    settings, spread = model.settings, model.workload.sharding
+    elsewhere = settings.deepspeed or settings.optimizer_in_backward or spread.offload_optimizer
+    return model.workload.grad_accumulation_steps > 1 and spread.pipeline == 1 and not elsewhere
 
 
 def _gradient_width(model: Model) -> int:
@@ -122,7 +142,9 @@ def step_settings(model: Model) -> StepSettings:
         head_width=model.weight_width if _is_float32_head(model) else workload.dtype_bytes,
         checkpoint_every=workload.grad_checkpoint,
         reentrant=settings.reentrant,
-        inputs_need_gradients=settings.inputs_need_gradients or bool(workload.grad_checkpoint),
+        inputs_need_gradients=not full
+        and (settings.inputs_need_gradients or bool(workload.grad_checkpoint)),
+        frozen_layers=_frozen_layers(model),
         keeps_inputs=settings.fsdp_hooks and spread.zero_stage == 3 and not full,
         head_trained=full and workload.num_layers is None,
         embedding_trained=full and workload.num_layers is None,
@@ -133,6 +155,14 @@ def step_settings(model: Model) -> StepSettings:
         holds_last_graph=settings.holds_last_graph,
         copies=_copies(model),
     )
+
+
+def _frozen_layers(model: Model) -> int:
+    """Layers before those that are trained; of a pipeline all are taken to be."""
+    trained = model.workload.num_layers
+    if trained is None or model.workload.sharding.pipeline > 1:
+        return 0
+    return len(model.architecture.layers) - trained
 
 
 def _copies(model: Model) -> Copies:
@@ -168,8 +198,8 @@ def step(model: Model) -> StepPeaks:
     """The step of one micro-batch."""
     architecture, stages = model.architecture, model.workload.sharding.pipeline
     alive = ceil(len(architecture.layers) * _under_way(model) / stages)
-    stage = replace(architecture, layers=architecture.layers[-alive:])
-    return step_peaks(stage, _batch(model), layer_settings(model), step_settings(model))
+    asked = (_batch(model), layer_settings(model), step_settings(model))
+    return step_peaks(architecture, *asked, alive)
 
 
 def _under_way(model: Model) -> int:
@@ -190,9 +220,8 @@ def _batch(model: Model) -> Batch:
 
 def _later_terms(model: Model) -> list[MemoryTerm]:
     """Validation on a batch of the same size, and saving, which copies from the device."""
-    size = validation_bytes(
-        model.architecture, _batch(model), layer_settings(model), step_settings(model)
-    )
+    plain = replace(step_settings(model), checkpoint_every=0)  # without gradients none is made
+    size = validation_bytes(model.architecture, _batch(model), layer_settings(model), plain)
     return [
         MemoryTerm("activations", size, "bound", "one batch without gradients", "validation"),
         MemoryTerm("other", 0, "exact", "tensors are copied to the host", "save"),
@@ -218,13 +247,38 @@ def training_terms(
     rest = found.forward_bytes - logits
     terms.append(MemoryTerm("activations", rest, "bound", source, "forward"))
     terms.append(MemoryTerm("logits", logits, "bound", "copies of the loss", "forward"))
-    terms.append(MemoryTerm("activations", found.backward_bytes, "bound", source, "backward"))
+    held = _gradient_bytes(model, _gradient_width(model))
+    gradients = min(held, found.backward_bytes) if found.gradient_bytes else 0  # dropped, or summed
+    rest = found.backward_bytes - gradients
+    terms.append(MemoryTerm("gradients", gradients, "exact", EACH_GRADIENT, "backward"))
+    terms.append(MemoryTerm("activations", rest, "bound", source, "backward"))
+    if _adds_gradients(model):
+        held = model.part(graded_elements(model) * _gradient_width(model), 1)
+        source = "the sum of earlier batches"
+        terms.append(MemoryTerm("gradients", held, "exact", source, "forward"))
+        terms.append(MemoryTerm("gradients", held, "exact", source, "backward"))
     terms += _optimizer_terms(model)
     terms += _later_terms(model)
     if settings.whole_at_load and spread.zero_stage == 3:
         whole = weights_bytes(model)
         terms.append(MemoryTerm("weights", whole, "exact", "the model before sharding", "load"))
+    if settings.quantizes_whole and workload.quantized:
+        source = "a matrix beside all levels of nf4"
+        size = quantizing_bytes(architecture)
+        terms.append(MemoryTerm("activations", size, "bound", source, "load"))
     return (*terms, *_device_terms(workload, settings, terms))
+
+
+def quantizing_bytes(architecture: Architecture) -> int:
+    """What torchao 0.1 makes of the largest matrix while it quantizes it.
+
+    ``dtypes/nf4tensor.py``, ``quantize_tensor_nearest``: the differences of each number to all
+    levels, and their absolutes; beside them the matrix and its scaled copy. Since 0.2 in chunks.
+    """
+    largest = max(
+        p.size for layer in architecture.layers for p in layer.parameters if p.kind == "matrix"
+    )
+    return largest * HALF * (2 * NF4_LEVELS + 2)
 
 
 def _device_terms(
@@ -245,18 +299,21 @@ def _device_terms(
 def _slack_bytes(
     workload: TrainingWorkload, settings: Settings, terms: Sequence[MemoryTerm]
 ) -> int:
-    """Freed blocks that the allocator holds at the peak."""
+    """Freed blocks that the allocator holds at the peak.
+
+    An update that needs more than the backward pass fills blocks of the logits.
+    """
     held = sum(t.size_bytes for t in terms if t.phase == "always")
-    above = max(phase_totals(terms).values()) - held
-    forward = [t for t in terms if t.phase == "forward"]
-    logits = sum(t.size_bytes for t in forward if t.name == "logits")
+    totals = phase_totals(terms)
+    above = max(totals.values()) - held
+    update = totals.get("optimizer", 0)
+    filled = max(0, update - max(totals["forward"], totals["backward"]))
+    logits = sum(t.size_bytes for t in terms if t.name == "logits")
     fsdp = settings.fsdp_hooks and workload.sharding.zero_stage == 3 and not settings.deepspeed
     if fsdp and workload.method == "full":
         return round(FSDP_SLACK * above)
-    if settings.variable_lengths:
-        made = logits + sum(t.size_bytes for t in forward if t.name == "activations")
-        return round(SLACK * max(0, above - made) + VARIABLE_SLACK * made)
-    return round(SLACK * above + LOGITS_SLACK * logits)
+    share = VARIABLE_SLACK if settings.variable_lengths else LOGITS_SLACK
+    return round(SLACK * above + max(0, share * logits - filled))
 
 
 def _state_terms(model: Model) -> list[MemoryTerm]:
@@ -267,17 +324,17 @@ def _state_terms(model: Model) -> list[MemoryTerm]:
     split = spread.tensor * spread.pipeline
     terms = []
     if not spread.offload_parameters:
-        weights = ceil(weights_bytes(model) / parameter_shards / split)
+        weights = model.part(model.staged(weights_bytes(model), weights=True), parameter_shards)
         dtype = "float32" if model.weight_width == FLOAT32 else workload.dtype
         source = f"shapes x {workload.quantized or dtype}"
         terms.append(MemoryTerm("weights", weights, "exact", source))
     if not model.trains_all and not spread.offload_parameters:
-        size = trained_elements(model) * settings.adapter_width
+        size = model.staged(trained_elements(model) * settings.adapter_width)
         terms.append(
             MemoryTerm("adapters", ceil(size / parameter_shards / split), "exact", "peft, shapes")
         )
     if not spread.offload_optimizer:
-        states = ceil(optimizer_states(model).device_bytes / state_shards / split)
+        states = model.part(model.staged(optimizer_states(model).device_bytes), state_shards)
         source = f"{workload.optimizer}, by shape"
         terms.append(MemoryTerm("optimizer_states", states, "exact", source))
     if settings.deepspeed:
@@ -295,8 +352,7 @@ def _bucket_term(model: Model) -> MemoryTerm:
 
     torch 2.13, ``nn/parallel/distributed.py``: ``gradient_as_bucket_view=False``.
     """
-    spread = model.workload.sharding
-    size = ceil(trained_elements(model) * _gradient_width(model) / spread.tensor / spread.pipeline)
+    size = model.part(model.staged(trained_elements(model) * _gradient_width(model)), 1)
     return MemoryTerm("other", size, "exact", "buckets of data parallelism")
 
 
@@ -311,32 +367,47 @@ def _saved_modules_term(model: Model) -> MemoryTerm:
 
 
 def _gathered_bytes(model: Model) -> int:
-    """FSDP's root unit, which stays whole, and one layer."""
+    """FSDP's root unit, which stays whole, or the largest part of it, and one layer."""
     spread, architecture = model.workload.sharding, model.architecture
     if spread.zero_stage != 3:
         return 0
-    width = model.workload.dtype_bytes
-    outside = sum(p.size for p in architecture.parameters) * width
-    sizes = [sum(p.size for p in layer.parameters) for layer in architecture.layers]
+    width, experts = model.workload.dtype_bytes, not model.settings.expert_devices
+    outside, *sizes = (
+        sum(p.size for p in some if experts or len(p.shape) < 3)
+        for some, _ in architecture.counted_parameters
+    )
     if spread.pipeline > 1:  # a stage stays whole between its micro-batches, its gradients too
-        return ceil(sum(sizes) * (width + FLOAT32) / spread.tensor / spread.pipeline)
+        inside = architecture.num_parameters - outside
+        return ceil(inside * (width + FLOAT32) / spread.tensor / spread.pipeline)
+    if model.settings.splits_root:
+        outside = max(p.size for p in architecture.parameters)
     scheme = schemes.scheme_named(model.workload.quantized or "bf16")
     layer = max(sizes) * (scheme.bits if model.workload.quantized else 8 * width) // 8
-    return ceil((outside + layer) / spread.tensor)
+    return ceil((outside * width + layer) / spread.tensor)
+
+
+def _gradient_bytes(model: Model, width: int) -> int:
+    """What one device has of all gradients once the backward pass is over."""
+    spread = model.workload.sharding
+    held = model.staged(graded_elements(model) * width)
+    return model.part(held, spread.shards if spread.zero_stage >= 2 else 1)
 
 
 def _optimizer_terms(model: Model) -> list[MemoryTerm]:
     spread, settings = model.workload.sharding, model.settings
     if spread.offload_optimizer or settings.optimizer_in_backward or settings.deepspeed:
         return []
-    split = spread.tensor * spread.pipeline
-    parts = (spread.shards if spread.zero_stage else 1) * split
-    elements = trained_elements(model)
     width = model.weight_width if model.trains_all else settings.adapter_width
-    held = ceil(elements * width / (parts if spread.zero_stage >= 2 else split))
-    foreach = settings.foreach and model.workload.optimizer in ("adam", "adamw")
-    temporary = ceil(step_temporary_bytes(elements, width, foreach=foreach) / parts)
+    optimizer, shards = model.workload.optimizer, spread.shards if spread.zero_stage else 1
+    if optimizer == "adafactor":
+        largest = adafactor_temporary_bytes(max(map(prod, model.shapes)), width)
+        temporary = ceil(largest / shards / spread.tensor)
+    else:
+        foreach = settings.foreach and optimizer in ("adam", "adamw")
+        temporary = step_temporary_bytes(trained_elements(model), width, foreach=foreach)
+        temporary = model.part(model.staged(temporary), shards)
+    held = _gradient_bytes(model, width)
     return [
-        MemoryTerm("gradients", held, "exact", "one for each trained element", "optimizer"),
-        MemoryTerm("activations", temporary, "bound", "AdamW, foreach", "optimizer"),
+        MemoryTerm("gradients", held, "exact", EACH_GRADIENT, "optimizer"),
+        MemoryTerm("other", temporary, "bound", f"the update of {optimizer}", "optimizer"),
     ]

@@ -16,6 +16,8 @@ from uma.architecture.layers import (
     Recurrent,
 )
 from uma.engines import schemes
+from uma.engines.cuda import CUBLAS_WORKSPACE, CUDA_CONTEXT
+from uma.engines.eager import EAGER_BY_DEFAULT
 from uma.engines.transformers_activations import Call, transient
 from uma.engines.transformers_cache import (
     CacheImplementation,
@@ -35,19 +37,6 @@ ExpertsImplementation = Literal["grouped_mm", "eager"]
 # bitsandbytes replaces nn.Linear, and experts are bare stacks of matrices since transformers 5
 # (integrations/bitsandbytes.py, replace_with_bnb_linear): they stay in 16 bits.
 LINEAR_ONLY = frozenset({"nf4", "nf4-double", "int8"})
-
-# torch 2.13.0, aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: 2 x 4 MiB and
-# 8 x 16 KiB, and 32 MiB on Hopper.
-CUBLAS_WORKSPACE = 2 * 4 * MIB + 8 * (16 << 10)
-CUBLAS_WORKSPACE_HOPPER = 32 * MIB
-
-# What a process holds on one NVIDIA card outside torch, as vLLM's start-up logs print it: 0.35 GiB
-# on an RTX 3090 (vllm-project/vllm issue 10517), 0.16 on an H100 (pull request 12126).
-CUDA_CONTEXT = 358 * MIB
-
-# Models whose attention torch's scaled dot product has no form for, such as soft caps and sinks:
-# ``_supports_sdpa`` of their classes is false, and eager attention is the default.
-EAGER_BY_DEFAULT = frozenset({"bloom", "deepseek_v4", "gemma2", "gpt_oss", "mimo_v2_flash", "mpt"})
 
 SEGMENT = 2 * MIB  # c10/cuda/CUDACachingAllocator.h, kRoundLarge: large blocks are whole segments
 SAMPLING_BYTES = 28  # generation/logits_process.py, top-p: two float32, sorted, order, sums, mask

@@ -19,7 +19,7 @@ from uma.architecture.layers import (
     Recurrent,
 )
 from uma.engines import schemes
-from uma.engines.transformers import CUDA_CONTEXT
+from uma.engines.cuda import CUDA_CONTEXT
 from uma.engines.vllm_cache import CacheBlocks, cache_blocks, layer_specs
 from uma.errors import DoesNotFit, UsageError
 from uma.memory.paging import BLOCK_SIZE

@@ -65,7 +65,7 @@ def discrete(
 
 def context_bytes() -> int:
     """What a process holds on a card before it computes anything."""
-    from uma.engines.transformers import CUDA_CONTEXT
+    from uma.engines.cuda import CUDA_CONTEXT
 
     return CUDA_CONTEXT
 

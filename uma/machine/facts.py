@@ -70,6 +70,14 @@ class Machine:
     calibration: "Calibration | None" = None
 
     @property
+    def host_room_bytes(self) -> int:
+        """What the host leaves to a model: all but a sixteenth, at least 1 GiB, for the system."""
+        if self.host_available_bytes is not None:
+            return self.host_available_bytes
+        memory = self.host_memory_bytes or 0
+        return max(0, memory - max(GIB, memory // 16))
+
+    @property
     def overhead(self) -> "tuple[MemoryTerm, ...]":
         """What a process holds beside MLX's counters here, if that was measured."""
         return () if self.calibration is None else self.calibration.terms

@@ -2,27 +2,40 @@
 
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from uma.checkpoint.lock import try_lock
-from uma.errors import Busy, CheckpointError, StorageError
+from uma.errors import Busy, CheckpointError, StorageError, UsageError
 
 CHECKPOINTS, STATE, OPTIMIZER = "checkpoints", "state.json", "optimizer.safetensors"
 LOG, RUN, LOCK, BEST = "log.jsonl", "run.json", ".lock", "best"
+ADAPTER = "adapters.safetensors"
+_NO_RUN = {"config.json": "a model", "train.jsonl": "a data set"}
 
 Event = dict[str, Any]
+
+_COUNTS = ("iteration", "iters", "best_iteration", "memory_bytes", "peak_memory_bytes")
+_NUMBERS = ("train_loss", "val_loss", "best_val_loss", "left_s", "s_per_iter", "time")
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(_COUNTS, int),
+    **dict.fromkeys(_NUMBERS, int | float),
+    **dict.fromkeys(("how", "text", "remedy"), str),
+    "plan": dict,
+}
 
 
 @dataclass(slots=True)
 class Progress:
     """Where a run stands, and the last losses.
 
-    ``best_val_loss`` is the lowest after an update, ``worse`` the validations since then.
+    ``best_val_loss`` is the lowest, the untouched model's at iteration 0 among them; ``worse`` are
+    the validations since then.
     """
 
     iteration: int = 0
@@ -87,6 +100,45 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def require_place(run: Path, resume: bool) -> None:
+    """Refuse a folder in which no run can begin, or none go on; nothing is written.
+
+    Raises:
+        UsageError: If it is no folder, or one of something else, or as ``require_free``.
+        StorageError: If it cannot be looked at.
+        Busy: If a process trains there.
+    """
+    try:
+        is_folder = stat.S_ISDIR(run.stat().st_mode)
+    except FileNotFoundError:
+        is_folder = not run.is_symlink()  # it will be made, but not behind a dead link
+    except OSError as error:
+        raise unwritable(run, error) from None
+    if not is_folder:
+        raise UsageError(f"{run} is a file or a dead link; give a folder as --adapter-path")
+    for name, what in _NO_RUN.items():
+        if (run / name).is_file():
+            raise UsageError(f"{run} is the folder of {what}; give another --adapter-path")
+    if is_held(run):
+        raise _busy(run)
+    require_free(run, resume)
+
+
+def require_free(run: Path, resume: bool) -> None:
+    """Refuse to write over another run, and to resume what is not there.
+
+    Raises:
+        UsageError: With what to do instead.
+    """
+    there = checkpoints(run)
+    if resume and not there:
+        raise UsageError(f"{run} has no checkpoint to resume; leave out --resume to begin")
+    if not resume and (there or (run / ADAPTER).exists()):
+        raise UsageError(
+            f"{run} holds another run; continue it with --resume, or give another --adapter-path"
+        )
+
+
 @contextmanager
 def held(run: Path) -> Iterator[None]:
     """Keep other processes out of the folder, which is made if need be.
@@ -103,11 +155,24 @@ def held(run: Path) -> Iterator[None]:
     except OSError as error:
         raise unwritable(run, error) from None
     try:
-        if not try_lock(file):
-            raise Busy(f"another process trains in {run}; uma lora status {run} shows it")
+        if not _locked(run, file):
+            raise _busy(run)
         yield
     finally:
         os.close(file)
+
+
+def _locked(run: Path, file: int) -> bool:
+    try:
+        return try_lock(file)
+    except OSError as error:
+        raise StorageError(
+            f"{run} cannot be locked: {error.strerror}; give an --adapter-path on another disk"
+        ) from None
+
+
+def _busy(run: Path) -> Busy:
+    return Busy(f"another process trains in {run}; uma lora status {run} shows it")
 
 
 def is_held(run: Path) -> bool:
@@ -140,14 +205,24 @@ def append(run: Path, event: Event) -> None:
         raise unwritable(run / LOG, error) from error
 
 
+def failed(error: Exception) -> Event:
+    return {"event": "end", "how": "failed", "text": str(error)}
+
+
 def _ends_a_line(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"
 
 
+def last_plan(run: Path) -> dict[str, Any]:
+    """How the newest attempt of a run was cut, or nothing where none has begun."""
+    plans = [event["plan"] for event in events(run) if event.get("plan")]
+    return dict(plans[-1]) if plans else {}
+
+
 def events(run: Path) -> list[Event]:
-    """The log of a run, oldest first; lines that were cut short are left out."""
+    """The log of a run, oldest first; lines that are cut short or damaged are left out."""
     try:
         lines = (run / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -158,9 +233,18 @@ def events(run: Path) -> list[Event]:
             event = json.loads(line)
         except ValueError:
             continue
-        if isinstance(event, dict) and "event" in event:
+        if isinstance(event, dict) and _is_whole(event):
             found.append(event)
     return found
+
+
+def _is_whole(event: Event) -> bool:
+    """Whether what is read of an event is of its kind."""
+    return isinstance(event.get("event"), str) and all(
+        isinstance(event[name], kind)
+        for name, kind in _KINDS.items()
+        if event.get(name) is not None
+    )
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -174,6 +258,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise unwritable(path, error) from error
 
 

@@ -7,10 +7,11 @@ import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from uma.errors import UmaError, UsageError
 from uma.measurement.run_folder import (
+    ADAPTER,
     BEST,
     RUN,
     Event,
@@ -21,8 +22,7 @@ from uma.measurement.run_folder import (
     write_json,
 )
 
-How = Literal["running", "done", "stopped", "patience", "failed", "killed", "lost"]
-ADAPTER = "adapters.safetensors"
+How = Literal["running", "done", "stopped", "abandoned", "patience", "failed", "killed", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +67,17 @@ def read_status(folder: Path) -> Status:
     log = events(folder)
     about = _about(folder)
     begun = max((n for n, e in enumerate(log) if e["event"] == "begin"), default=None)
-    if begun is None and not about:
+    if not log and not about:
         raise UsageError(f"no run was begun in {folder}; give the --adapter-path of one")
     now = log[begun or 0 :]
     last = _last(now)
     running = is_held(folder)
     end = next((e for e in reversed(now) if e["event"] == "end"), None)
     how: How = "running" if running else (end or {}).get("how", "lost")
+    how = how if how in get_args(How) else "lost"
     kept = checkpoints(folder)
     before = _progress(kept)
-    since = [e["time"] for e in now if "time" in e]
+    since = [e["time"] for e in now if e.get("time") is not None]
     best = folder / BEST
     return Status(
         folder=folder,
@@ -105,7 +106,7 @@ def _last(log: list[Event]) -> Event:
     """The newest value under each key."""
     found: Event = {}
     for event in log:
-        found |= event
+        found |= {name: value for name, value in event.items() if value is not None}
     return found
 
 
@@ -123,7 +124,11 @@ def _about(folder: Path) -> dict[str, Any]:
         found = json.loads((folder / RUN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    kinds = {"command": str, "pid": int, "iters": int}
+    whole = isinstance(found, dict) and all(
+        isinstance(found[name], kind) for name, kind in kinds.items() if name in found
+    )
+    return found if whole else {}
 
 
 def _command(about: dict[str, Any], *, begun: bool) -> str | None:
@@ -131,7 +136,9 @@ def _command(about: dict[str, Any], *, begun: bool) -> str | None:
     command: str | None = about.get("command")
     if command is None or begun:
         return command
-    return shlex.join(word for word in shlex.split(command) if word != "--resume")
+    with contextlib.suppress(ValueError):  # a quotation that is not closed
+        return shlex.join(word for word in shlex.split(command) if word != "--resume")
+    return None
 
 
 def remember(folder: Path, known: Path) -> None:

@@ -1,11 +1,11 @@
 """Adapters: which matrices get one, and the arrays that it is made of."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatch
 
 from uma.architecture.layers import Architecture, Layer, Parameter
 from uma.errors import UsageError
+from uma.frozen import dataclass
 from uma.workload import TrainingWorkload
 
 # Stacks of heads that mlx-lm multiplies by a module of its own (models/mla.py, MultiLinear), which

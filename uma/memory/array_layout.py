@@ -5,21 +5,18 @@ The rules of MLX's primitives on shapes and strides alone (mlx 0.32.4, ``mlx/bac
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 Shape = tuple[int, ...]
 FLOAT32 = 4
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class Layout(NamedTuple):
     """An array as MLX stores it: its elements, and what of its buffer they span.
 
     ``spanned`` is MLX's ``data_size``: elements of the buffer between the first and the last.
-    Layouts are told apart by identity, so that effects are looked up in no time.
     """
 
     shape: Shape
@@ -39,8 +36,7 @@ class Layout:
         return self.size * self.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
+class Effect(NamedTuple):
     """What an operation does to memory.
 
     ``shares`` says that the outputs are views of the first input. Else the output takes over the
@@ -70,7 +66,6 @@ def rows(shape: Shape, itemsize: int) -> Layout:
     return Layout(shape, itemsize, tuple(reversed(strides)), size, True, True, col)
 
 
-@lru_cache(maxsize=16384)
 def effect(
     name: str, arguments: tuple[Any, ...], inputs: tuple[Layout, ...], outputs: tuple[Layout, ...]
 ) -> Effect:
@@ -88,7 +83,7 @@ Rule = Callable[[Sequence[Any], Sequence[Layout], Sequence[Layout]], Effect]
 
 
 def _view(layout: Layout, out: Layout, strides: Shape, **changes: Any) -> Effect:
-    new = replace(layout, shape=out.shape, itemsize=out.itemsize, strides=strides, **changes)
+    new = layout._replace(shape=out.shape, itemsize=out.itemsize, strides=strides, **changes)
     return Effect((new,), shares=True, dispatches=0)
 
 
@@ -106,7 +101,7 @@ def _contiguity(shape: Shape, strides: Shape) -> tuple[int, bool, bool]:
 
 
 def _same(arguments: Sequence[Any], inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Effect:
-    layouts = tuple(replace(x, shape=o.shape) for x, o in zip(inputs, outputs, strict=False))
+    layouts = tuple(x._replace(shape=o.shape) for x, o in zip(inputs, outputs, strict=False))
     return Effect(layouts, shares=True, dispatches=0)
 
 
@@ -235,7 +230,7 @@ def _collapsed(shape: Shape, strides: Shape) -> tuple[list[int], list[int]]:
 def _unary(arguments: Sequence[Any], inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Effect:
     """``set_unary_output_data``, and ``copy`` where the input is contiguous (``AsType``)."""
     x, out = inputs[0], outputs[0]
-    new = replace(x, itemsize=out.itemsize)
+    new = x._replace(itemsize=out.itemsize)
     return Effect((new,), donors=(0,)) if x.contiguous else Effect((out,))
 
 
@@ -246,13 +241,13 @@ def _binary(
     a, b = inputs[:2]
     out = outputs[0]
     if a.spanned == 1 and b.spanned == 1:
-        return Effect((replace(a, shape=out.shape, itemsize=out.itemsize),))
+        return Effect((a._replace(shape=out.shape, itemsize=out.itemsize),))
     if a.spanned == 1 and b.contiguous:
-        return Effect((replace(b, itemsize=out.itemsize),), donors=(1,))
+        return Effect((b._replace(itemsize=out.itemsize),), donors=(1,))
     if b.spanned == 1 and a.contiguous:
-        return Effect((replace(a, itemsize=out.itemsize),), donors=(0,))
+        return Effect((a._replace(itemsize=out.itemsize),), donors=(0,))
     if (a.row and b.row) or (a.col and b.col):
-        return Effect((replace(a, itemsize=out.itemsize),), donors=(0, 1))
+        return Effect((a._replace(itemsize=out.itemsize),), donors=(0, 1))
     donors = tuple(i for i, x in enumerate((a, b)) if x.row and x.size == out.size)
     return Effect((out,), donors=donors)
 
@@ -263,9 +258,9 @@ def _select(
     """``set_ternary_op_output_data`` of ``backend/common/ternary.h``."""
     out = outputs[0]
     if all(x.spanned == 1 for x in inputs):
-        return Effect((replace(inputs[1], shape=out.shape, itemsize=out.itemsize),))
+        return Effect((inputs[1]._replace(shape=out.shape, itemsize=out.itemsize),))
     if all(x.row for x in inputs) or all(x.col for x in inputs):
-        return Effect((replace(inputs[1], itemsize=out.itemsize),), donors=(0, 1, 2))
+        return Effect((inputs[1]._replace(itemsize=out.itemsize),), donors=(0, 1, 2))
     return Effect((out,), donors=tuple(i for i, x in enumerate(inputs) if x.row))
 
 
@@ -285,7 +280,7 @@ def _update(
     """A copy of the first input that is written to: in place if the input is whole and dying."""
     x, out = inputs[0], outputs[0]
     if x.contiguous and x.spanned == x.size:
-        new = replace(x, itemsize=out.itemsize)
+        new = x._replace(itemsize=out.itemsize)
         return Effect((new,), donors=(0,), dispatches=2, copies=True)
     return Effect((out,), dispatches=2)
 

@@ -8,21 +8,23 @@ summed in place (``csrc/autograd/input_buffer.cpp``, ``accumulate``).
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from sys import getrefcount
+
+from uma.frozen import dataclass
 
 
 class Memory:
-    """Bytes alive and the most that were, with the name of the moment."""
+    """Bytes alive, and the most that were at once since ``begin``."""
 
-    __slots__ = ("live_bytes", "moment", "peak_bytes", "peak_moment", "peaks")
+    __slots__ = ("live_bytes", "peak_bytes")
 
     def __init__(self) -> None:
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.moment = ""
-        self.peak_moment = ""
-        self.peaks: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """From here on the peak is another one, which begins with what is alive."""
+        self.peak_bytes = self.live_bytes
 
     def buffer(self, size_bytes: int) -> "Buffer":
         """A new buffer, freed with the last reference to it."""
@@ -32,18 +34,6 @@ class Memory:
         """Bytes that are alive for one instant only."""
         self.buffer(size_bytes)
 
-    def begin(self, moment: str) -> None:
-        """From here on peaks are those of ``moment``, which begins with what is alive."""
-        self.moment = moment
-        self.grow(0)
-
-    def grow(self, size_bytes: int) -> None:
-        self.live_bytes += size_bytes
-        if self.live_bytes > self.peaks.get(self.moment, 0):
-            self.peaks[self.moment] = self.live_bytes
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak_moment = self.live_bytes, self.moment
-
 
 class Buffer:
     """One allocation."""
@@ -52,7 +42,9 @@ class Buffer:
 
     def __init__(self, memory: Memory, size_bytes: int) -> None:
         self.memory, self.size_bytes = memory, size_bytes
-        memory.grow(size_bytes)
+        memory.live_bytes = live = memory.live_bytes + size_bytes
+        if live > memory.peak_bytes:
+            memory.peak_bytes = live
 
     def __del__(self) -> None:
         self.memory.live_bytes -= self.size_bytes
@@ -62,17 +54,19 @@ Backward = Callable[[Buffer], Sequence[Buffer | None]]
 """Gradients of the inputs, in their order, from the gradient of the output."""
 
 
-@dataclass(slots=True, eq=False)
 class Node:
     """One operation of the graph: whose gradient it passes on, and how."""
 
-    inputs: tuple["Node | None", ...]
-    backward: Backward | None
-    order: int
-    grad: Buffer | None = None
+    __slots__ = ("backward", "grad", "inputs", "order")
+
+    def __init__(
+        self, inputs: tuple["Node | None", ...], backward: Backward | None, order: int
+    ) -> None:
+        self.inputs, self.backward, self.order = inputs, backward, order
+        self.grad: Buffer | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Tensor:
     """A value: its buffer, its width in bytes an element, and the operation that made it."""
 
@@ -123,7 +117,7 @@ class Graph:
 
         An operation with a trained parameter ``starts`` a graph where its inputs need no gradient.
         """
-        nodes = tuple(value.node for value in inputs)
+        nodes = tuple([value.node for value in inputs])
         if not self.enabled or not (starts or any(nodes)):
             return Tensor(buffer, elements, width)
         self.count += 1
@@ -133,10 +127,8 @@ class Graph:
         """``value`` as the start of a graph: its gradient is kept in the node."""
         return Tensor(value.buffer, value.elements, value.width, Node((), None, 0))
 
-    def backward(self, node: Node, grad: Buffer) -> None:
-        """Run the operations behind ``node``, the latest first."""
-        node.grad = grad
-        del grad
+    def backward(self, node: Node) -> None:
+        """Run the operations behind ``node``, which has its gradient, the latest first."""
         waiting = {node.order: node}
         del node
         while waiting:

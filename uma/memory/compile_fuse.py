@@ -4,11 +4,15 @@ The rules of mlx 0.32.4, ``mlx/compile.cpp`` (``compile_simplify``, ``compile_fu
 shapes alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-from uma.memory.array_layout import Layout
 from uma.memory.liveness import Operation
+
+Form = TypeVar("Form", bound=tuple[Hashable, int])
+"""The shape of an array, or what stands for it, and the bytes of an element."""
 
 MAX_DEPTH = 11  # compile.cpp, max_compile_depth
 MAX_ARRAYS = 24  # max_compile_arrays
@@ -16,14 +20,14 @@ NO_OPERATION = ("Copy", "StopGradient")
 # compile.cpp: is_unary, is_binary, is_ternary, is_broadcast
 _FUSED = """
 Abs AsType Ceil Cos Cosh Erf Exp Expm1 Floor Log Log1p LogicalNot Negative Round Sigmoid Sign Sin
-Square Sqrt Tanh Add Divide Equal Greater GreaterEqual Less LessEqual LogicalAnd LogicalOr LogAddExp
-Maximum Minimum Multiply NotEqual Power Subtract Select Broadcast
+Square Sqrt Tanh Add BitwiseBinary Divide Equal Greater GreaterEqual Less LessEqual LogicalAnd
+LogicalOr LogAddExp Maximum Minimum Multiply NotEqual Power Subtract Select Broadcast
 """
 FUSED = frozenset(_FUSED.split())
 
 
 def simplified(
-    operations: Sequence[Operation], layouts: Sequence[Layout], roots: Sequence[int]
+    operations: Sequence[Operation], arrays: Sequence[Form], roots: Sequence[int]
 ) -> tuple[list[Operation], list[int]]:
     """Without operations that do nothing, and with equal ones merged; the roots' new numbers."""
     same: dict[int, int] = {}
@@ -31,190 +35,155 @@ def simplified(
     kept: list[Operation] = []
     outputs = set(roots)
     for operation in operations:
-        inputs = tuple(same.get(i, i) for i in operation.inputs)
-        if operation.name in NO_OPERATION:
-            same[operation.outputs[0]] = inputs[0]
+        name, inputs, made, arguments, *_ = operation
+        if not same.keys().isdisjoint(inputs):
+            inputs = tuple([same.get(i, i) for i in inputs])
+            operation = Operation(name, inputs, *operation[2:])
+        if name in NO_OPERATION:
+            same[made[0]] = inputs[0]
             continue
-        out = layouts[operation.outputs[0]]
-        key = operation.name, inputs, operation.arguments, out.shape, out.itemsize
-        before = known.get(key) if inputs else None  # equal ones are sought among users of an array
-        if before is not None and outputs.isdisjoint(operation.outputs):
-            same.update(zip(operation.outputs, before.outputs, strict=True))
-            continue
-        new = _with_inputs(operation, inputs)
-        known[key] = new
-        kept.append(new)
+        if inputs:  # equal ones are sought among users of an array
+            before = known.setdefault((name, inputs, arguments, arrays[made[0]]), operation)
+            if before is not operation:
+                if outputs.isdisjoint(made):
+                    same.update(zip(made, before.outputs, strict=True))
+                    continue
+                known[name, inputs, arguments, arrays[made[0]]] = operation
+        kept.append(operation)
     return kept, [same.get(i, i) for i in roots]
 
 
-def _with_inputs(operation: Operation, inputs: tuple[int, ...]) -> Operation:
-    return Operation(
-        operation.name,
-        inputs,
-        operation.outputs,
-        operation.arguments,
-        operation.opaque,
-        operation.workspace_bytes,
-        operation.donors,
-    )
-
-
-@dataclass(slots=True, eq=False)
-class _Node:
-    """One operation while kernels are being made."""
-
-    operation: Operation
-    inputs: list[int]
-
-    @property
-    def output(self) -> int:
-        return self.operation.outputs[-1]
-
-    @property
-    def fusable(self) -> bool:
-        return self.operation.name in FUSED
-
-
 def fused(
-    operations: Sequence[Operation], layouts: list[Layout], roots: Sequence[int]
-) -> tuple[list[Operation], list[int]]:
-    """Elementwise operations joined, and the arrays made twice, which ``layouts`` grows by."""
-    fusion = _Fusion(operations, layouts, roots)
-    return fusion.run(), fusion.copies
+    operations: Sequence[Operation], arrays: list[Form], roots: Sequence[int]
+) -> list[Operation]:
+    """Elementwise operations joined; ``arrays`` grows by those that are made twice."""
+    return _Fusion(operations, arrays, roots).run()
 
 
 @dataclass(slots=True)
 class _Kernel:
-    """What is collected for one kernel."""
+    """What is collected for one kernel: its operations by what they make, and what they read."""
 
-    shape: tuple[int, ...]
-    nodes: dict[int, _Node] = field(default_factory=dict)
+    shape: Hashable
+    operations: dict[int, Operation] = field(default_factory=dict)
     inputs: set[int] = field(default_factory=set)
 
 
-class _Fusion:
-    def __init__(
-        self, operations: Sequence[Operation], layouts: list[Layout], roots: Sequence[int]
-    ) -> None:
-        self.layouts, self.roots = layouts, set(roots)
-        self.copies: list[int] = []
-        nodes = [_Node(operation, list(operation.inputs)) for operation in operations]
-        self.maker = {i: node for node in nodes for i in node.operation.outputs}
-        self.tape = list(self._depth_first(roots))
-        self.parents: dict[int, list[_Node]] = {}
-        for node in self.tape:
-            for i in node.inputs:
-                self.parents.setdefault(i, []).append(node)
+class _Fusion(Generic[Form]):
+    """Operations while kernels are made, each told by its last output."""
 
-    def _depth_first(self, roots: Sequence[int]) -> Iterator[_Node]:
+    def __init__(
+        self, operations: Sequence[Operation], arrays: list[Form], roots: Sequence[int]
+    ) -> None:
+        self.arrays, self.roots = arrays, set(roots)
+        self.maker = {i: operation for operation in operations for i in operation.outputs}
+        self.tape = list(self._depth_first(roots))
+        self.users: defaultdict[int, list[int]] = defaultdict(list)
+        for last in self.tape:
+            for i in self.maker[last].inputs:
+                self.users[i].append(last)
+
+    def _depth_first(self, roots: Sequence[int]) -> Iterator[int]:
         """Each operation after those that it needs (``compile_dfs``)."""
         seen: set[int] = set()
-        for root in roots:
+        for root in filter(self.maker.__contains__, roots):
             stack = [(root, False)]
             while stack:
                 i, done = stack.pop()
-                node = self.maker.get(i)
-                if node is None:
-                    continue
+                operation = self.maker[i]
+                last = operation.outputs[-1]
                 if done:
-                    yield node
-                    continue
-                if id(node) in seen:
-                    continue
-                seen.add(id(node))
-                stack.append((i, True))
-                stack += [(x, False) for x in reversed(node.inputs)]
+                    yield last
+                elif last not in seen:
+                    seen.add(last)
+                    stack.append((last, True))
+                    stack += [(x, False) for x in reversed(operation.inputs) if x in self.maker]
 
     def run(self) -> list[Operation]:
         made: list[Operation] = []
         gone: set[int] = set()
-        for node in reversed(self.tape):
-            if id(node) in gone:
+        for last in reversed(self.tape):
+            if last in gone:
                 continue
-            kernel = _Kernel(self.layouts[node.output].shape)
-            if node.operation.name != "Broadcast":
-                self._collect(node.output, 0, kernel)
-            if len(kernel.nodes) <= 1:
-                made.append(_with_inputs(node.operation, tuple(node.inputs)))
-                continue
-            gone |= {id(inner) for inner in kernel.nodes.values()}
-            made.append(self._joined(node, kernel))
+            if self.maker[last].name in FUSED and self.maker[last].name != "Broadcast":
+                kernel = _Kernel(self.arrays[last][0])
+                self._collect(last, 0, kernel)
+                if len(kernel.operations) > 1:
+                    gone.update(kernel.operations)
+                    self._join(last, kernel)
+            made.append(self.maker[last])
         return made[::-1]
 
     def _collect(self, i: int, depth: int, kernel: _Kernel) -> None:
         """Add what makes array ``i`` to the kernel, and what that needs, as far as may be."""
-        if i in kernel.nodes:
+        if i in kernel.operations:
             return
-        node = self.maker.get(i)
-        foreign = i in self.roots and self.layouts[i].shape != kernel.shape
-        if depth >= MAX_DEPTH or node is None or not node.fusable or foreign:
+        made = self.maker.get(i)
+        foreign = i in self.roots and self.arrays[i][0] != kernel.shape
+        if depth >= MAX_DEPTH or made is None or made.name not in FUSED or foreign:
             kernel.inputs.add(i)
             return
-        if depth and any(p.output not in kernel.nodes for p in self.parents[i]):
-            if node.operation.name != "Broadcast" or len(kernel.inputs) >= MAX_ARRAYS:
+        if depth and any(user not in kernel.operations for user in self.users[i]):
+            if made.name != "Broadcast" or len(kernel.inputs) >= MAX_ARRAYS:
                 kernel.inputs.add(i)
                 return
-            i, node = self._split(i, node, kernel)
+            i = self._split(i, made, kernel)
         if i in self.roots:
             kernel.inputs.add(i)
         else:
             kernel.inputs.discard(i)
         if len(kernel.inputs) >= MAX_ARRAYS:
             return
-        kernel.nodes[i] = node
-        for x in list(node.inputs):
+        kernel.operations[i] = self.maker[i]
+        for x in made.inputs:
             self._collect(x, depth + 1, kernel)
 
-    def _split(self, i: int, node: _Node, kernel: _Kernel) -> tuple[int, _Node]:
+    def _split(self, i: int, broadcast: Operation, kernel: _Kernel) -> int:
         """A broadcast of its own for the kernel."""
-        self.layouts.append(self.layouts[i])
-        self.copies.append(i)
-        copy = len(self.layouts) - 1
-        operation = Operation("Broadcast", node.operation.inputs, (copy,), node.operation.arguments)
-        new = _Node(operation, list(node.inputs))
-        self.maker[copy] = new
-        mine = [p for p in self.parents[i] if p.output in kernel.nodes]
-        self.parents[i] = [p for p in self.parents[i] if p.output not in kernel.nodes]
-        self.parents[copy] = mine
-        for parent in mine:
-            parent.inputs = [copy if x == i else x for x in parent.inputs]
-        for x in new.inputs:
-            self.parents[x].append(new)
-        return copy, new
+        copy = len(self.arrays)
+        self.arrays.append(self.arrays[i])
+        self.maker[copy] = broadcast._replace(outputs=(copy,))
+        users = self.users[i]
+        self.users[i] = [user for user in users if user not in kernel.operations]
+        self.users[copy] = [user for user in users if user in kernel.operations]
+        for user in self.users[copy]:
+            inputs = tuple([copy if x == i else x for x in self.maker[user].inputs])
+            changed = self.maker[user]._replace(inputs=inputs)
+            self.maker[user] = kernel.operations[user] = changed
+        for x in broadcast.inputs:
+            self.users[x].append(copy)
+        return copy
 
-    def _joined(self, last: _Node, kernel: _Kernel) -> Operation:
-        order, inputs = self._ordered(last, kernel)
-        outputs = [n.output for n in order[:-1] if n.output in self.roots] + [last.output]
-        new = _Node(Operation("Compiled", tuple(inputs), tuple(outputs)), inputs)
-        for node in order[:-1]:
-            inside = self.parents.get(node.output, [])
-            self.parents[node.output] = [p for p in inside if p.output not in kernel.nodes]
+    def _join(self, last: int, kernel: _Kernel) -> None:
+        """The kernel as the maker of what others need of it."""
+        order, inputs = _ordered(last, kernel)
+        outputs = [i for i in order[:-1] if i in self.roots] + [last]
+        donors = [at for at, i in enumerate(inputs) if self.arrays[i][0] == kernel.shape]
+        joined = Operation("Compiled", tuple(inputs), tuple(outputs), (), True, tuple(donors))
+        for i in (*order[:-1], *inputs):
+            self.users[i] = [user for user in self.users[i] if user not in kernel.operations]
         for i in inputs:
-            outside = [p for p in self.parents[i] if p.output not in kernel.nodes]
-            self.parents[i] = [*outside, new]
+            self.users[i].append(last)
         for i in outputs:
-            self.maker[i] = new
-        shape = self.layouts[last.output].shape
-        donors = tuple(n for n, i in enumerate(inputs) if self.layouts[i].shape == shape)
-        return Operation("Compiled", tuple(inputs), tuple(outputs), opaque=True, donors=donors)
+            self.maker[i] = joined
 
-    def _ordered(self, last: _Node, kernel: _Kernel) -> tuple[list[_Node], list[int]]:
-        """The kernel's operations in order, and its inputs."""
-        order: list[_Node] = []
-        inputs: list[int] = []
-        seen: set[int] = set()
 
-        def visit(i: int) -> None:
-            if i in seen:
-                return
-            seen.add(i)
-            node = kernel.nodes.get(i)
-            if node is None:
-                inputs.append(i)
-                return
-            for x in node.inputs:
-                visit(x)
-            order.append(node)
+def _ordered(last: int, kernel: _Kernel) -> tuple[list[int], list[int]]:
+    """What the kernel's operations make in their order, and its inputs."""
+    order: list[int] = []
+    inputs: list[int] = []
+    seen: set[int] = set()
 
-        visit(last.output)
-        return order, inputs
+    def visit(i: int) -> None:
+        if i in seen:
+            return
+        seen.add(i)
+        if i not in kernel.operations:
+            inputs.append(i)
+            return
+        for x in kernel.operations[i].inputs:
+            visit(x)
+        order.append(i)
+
+    visit(last)
+    return order, inputs

@@ -3,8 +3,7 @@
 A logit is one of ``vocab_size`` numbers a token; widths are bytes an element.
 """
 
-from dataclasses import dataclass
-
+from uma.frozen import dataclass
 from uma.memory.autograd import Buffer, Memory
 
 FLOAT32 = 4
@@ -78,8 +77,10 @@ class LossRun:
         assert last is not None
         self.saved = [last if copies.in_place else self._buffer(self.copies.width)]
         del last, wide
-        if copies.converts_outputs and copies.keeps_outputs:
-            self.outputs.append(self._buffer(FLOAT32))
+        if copies.converts_outputs:
+            converted = self._buffer(FLOAT32)
+            if copies.keeps_outputs:
+                self.outputs.append(converted)
 
     def _sliced(self, input_bytes: int) -> None:
         """Head, loss and their gradients a slice at a time; only the input's gradient is kept."""
@@ -94,7 +95,7 @@ class LossRun:
         if copies.in_place:
             grad = self.saved.pop()
         elif copies.compiled:
-            grad = self._buffer(self.width)
+            grad = self._buffer(self.width, parts)
         else:
             picked = self._buffer(self.copies.width, parts)  # of the negative log-likelihood
             grad = self._buffer(self.copies.width, parts)

@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from uma.memory.liveness import Operation
     from uma.memory.mlx_program import Program, Step, Value
 
     Gradient = Callable[[Program, Step, Value, int], Value]
     """Of the input at a place, from that of the output."""
+
+
+def tape(
+    outputs: Sequence[int], steps: Sequence[Step], operations: Sequence[Operation]
+) -> list[Step]:
+    """Each step after those that it needs, depth-first (``mlx/transforms.cpp``, ``vjp``)."""
+    if not steps:
+        return []
+    made: dict[int, Step] = {}
+    for step in steps:
+        for x in step.parts or (step.output,):
+            made[x.number] = step
+    inputs: dict[int, tuple[int, ...]] = {}
+    for operation in reversed(operations):
+        if operation.outputs[-1] < steps[0].output.number:
+            break
+        for i in operation.outputs:
+            inputs[i] = operation.inputs
+    found: dict[int, Step] = {}
+    seen: set[int] = set()
+    waiting = [(i, False) for i in reversed(outputs)]
+    while waiting:
+        i, done = waiting.pop()
+        if done:
+            found[id(made[i])] = made[i]
+        elif i not in seen and i in inputs:
+            seen.add(i)
+            if i in made:
+                waiting.append((i, True))
+            waiting += [(x, False) for x in reversed(inputs[i])]
+    return list(found.values())
 
 
 def _broadcast(p: Program, step: Step, g: Value, _: int) -> Value:
@@ -38,6 +70,17 @@ def _power(p: Program, step: Step, g: Value, _: int) -> Value:
     x, exponent = step.inputs
     lower = p.binary("Power", x, p.subtract(exponent, p.scalar(x.width)))
     return p.multiply(g, p.multiply(lower, exponent))
+
+
+def _log_add_exp(p: Program, step: Step, g: Value, _: int) -> Value:
+    """Of the first input."""
+    return p.multiply(g, p.unary("Sigmoid", p.subtract(*step.inputs)))
+
+
+def _extremum(p: Program, step: Step, g: Value, _: int) -> Value:
+    """Of the first input."""
+    name = "Greater" if step.name == "Maximum" else "Less"
+    return p.multiply(g, p.astype(p.op(name, step.inputs, g.shape, 1), g.width))
 
 
 def _matmul(p: Program, step: Step, g: Value, place: int) -> Value:
@@ -92,7 +135,8 @@ def _gather_mm(p: Program, step: Step, g: Value, place: int) -> Value:
     if place == 0:
         return p.gather_mm(g, p.swapped(matrices), index)
     count = matrices.shape[0]
-    ends = p.op("ScatterAxis", [p.zeros((count,), 4), index], (count,))
+    ones = p.broadcast_to(p.scalar(4, "one"), index.shape)
+    ends = p.op("ScatterAxis", [p.zeros((count,), 4), index, ones], (count,))
     ends = p.op("Scan", [ends], (count,))
     ends = p.concatenate([p.source(1, width=4), ends], 0)
     ends = p.op("AsStrided", [ends], (count, 2), None, (ends.shape, (1, 1), 0))
@@ -112,18 +156,32 @@ def _unpadded(p: Program, step: Step, g: Value, _: int) -> Value:
 
 
 def _convolution(p: Program, step: Step, g: Value, place: int) -> Value:
+    """Of one group for each channel."""
     x, weight = step.inputs
-    if place:  # the gradient as kernel: copies of both, and a patch for every place of the kernel
-        space = 2 * x.nbytes + (weight.shape[1] + 1) * g.nbytes
-        return p.op("Convolution", [x, g], weight.shape, opaque=True, workspace_bytes=space)
-    # Turned round, it takes the slow way, which makes nothing (backend/cpu/conv.cpp, conv_1D_cpu).
-    return p.op("Convolution", [g, weight], x.shape, opaque=True)
+    rows, length, channels = x.shape
+    if place == 0:
+        turned = p.reshape(weight, channels, 1, weight.shape[1], 1)
+        turned = p.flatten(p.transpose(turned, 0, 3, 2, 1), 0, 1)
+        # It takes the slow way, which makes nothing (backend/cpu/conv.cpp, conv_1D_cpu).
+        return p.op("Convolution", [g, turned], x.shape, opaque=True)
+    x = p.transpose(p.reshape(x, rows, length, channels, 1), 3, 1, 2, 0)
+    given = [p.flatten(x, 2, 3), p.transpose(g, 2, 1, 0)]
+    shape = 1, weight.shape[1], channels
+    return p.transpose(p.op("Convolution", given, shape, None, step.arguments), 2, 1, 0)
+
+
+def _cross_entropy(p: Program, step: Step, g: Value, _: int) -> Value:
+    """A kernel on the GPU, over its logits where nothing else needs them."""
+    logits = step.inputs[0]
+    given = [*step.inputs, step.output, g]
+    return p.op("CrossEntropyVJP", given, logits.shape, logits.width, opaque=True, donors=(0,))
 
 
 def _norm(p: Program, step: Step, g: Value, place: int) -> Value:
     """Metal's kernel for both gradients (``mlx/backend/metal/normalization.cpp``)."""
-    x, weight = step.inputs
-    by_x = p.op("RMSNormVJP", [x, weight, g], x.shape, opaque=True, donors=(0, 2))
+    x = step.inputs[0]
+    donors = (0, len(step.inputs))
+    by_x = p.op("RMSNormVJP", [*step.inputs, g], x.shape, opaque=True, donors=donors)
     return by_x if place == 0 else p.sum(by_x, tuple(range(len(x.shape) - 1)))
 
 
@@ -145,14 +203,17 @@ GRADIENTS: dict[str, Gradient] = {
     "Broadcast": _broadcast,
     "Concatenate": _concatenate,
     "Convolution": _convolution,
+    "CrossEntropy": _cross_entropy,
     "Divide": _divide,
     "Exp": lambda p, step, g, place: p.multiply(g, step.output),
     "ExpandDims": lambda p, step, g, place: p.squeeze(g, step.arguments[0]),
     "Gather": _scattered,
     "GatherAxis": _scattered,
     "GatherMM": _gather_mm,
+    "LogAddExp": _log_add_exp,
     "LogSumExp": _log_sum_exp,
     "Matmul": _matmul,
+    **dict.fromkeys(("Maximum", "Minimum"), _extremum),
     "Multiply": _multiply,
     "Negative": lambda p, step, g, place: p.unary("Negative", g),
     "Pad": _unpadded,

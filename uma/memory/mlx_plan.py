@@ -1,85 +1,171 @@
-"""How a program is compiled, ordered and evaluated on paper; kept for programs of other sizes."""
+"""How programs are compiled, ordered and laid out: once for those that differ in sizes only."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from math import prod
+from typing import Any, NamedTuple
 
+from uma.memory.array_layout import Layout, rows
 from uma.memory.compile_fuse import fused, simplified
-from uma.memory.liveness import (
-    DISPATCHES_PER_TASK,
-    MAX_ACTIVE_TASKS,
-    Graph,
-    Operation,
-    evaluation_order,
-    peak,
-)
+from uma.memory.liveness import Evaluation, Graph, Operation, effect_of, evaluation_order
+from uma.memory.timeline import Kind, Numbers, Timeline, buffer_bytes, kind_of
 from uma.workload import Backend
 
-if TYPE_CHECKING:
-    from uma.memory.mlx_program import Program
-
-STARTS_APART = 2  # of the dispatches that a first task may hold already, those that are tried
+Form = tuple[int, int]
+"""The number of a shape, and the bytes of an element."""
 
 
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """What of a program decides how it is compiled and in which order it runs, but for sizes.
+class Structure(NamedTuple):
+    """What of a program decides how it is compiled, ordered and laid out, but for sizes.
 
-    Equal shapes and arguments have equal numbers.
+    Shapes, and arguments of operations, are told apart by numbers.
     """
 
-    operations: tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]
-    arrays: tuple[tuple[int, int], ...]
-    roots: tuple[int, ...]
-    program: Program = field(compare=False, repr=False)
+    operations: tuple[Operation, ...]
+    arrays: tuple[Form, ...]
+    sources: Numbers
+    held: frozenset[int]
+    roots: Numbers
 
 
-@dataclass(frozen=True, slots=True)
+class Sizes(NamedTuple):
+    """The shapes and arguments of a program by number, and where it is evaluated."""
+
+    shapes: Sequence[tuple[int, ...]]
+    arguments: Sequence[tuple[Any, ...]]
+    backend: Backend
+
+    def bytes_of(self, form: Form) -> int:
+        return prod(self.shapes[form[0]]) * form[1]
+
+
 class Plan:
-    """Compiled operations in their order, the arrays that are made twice, the roots."""
+    """The operations of a structure in the order of their evaluation."""
 
-    order: list[Operation]
-    copies: tuple[int, ...]
-    roots: tuple[int, ...]
+    def __init__(self, structure: Structure, *, compiled: bool) -> None:
+        operations: Sequence[Operation]
+        operations, arrays, sources, held, roots = structure
+        self.arrays = list(arrays)
+        if compiled:
+            operations, numbers = simplified(operations, self.arrays, roots)
+            operations, roots = fused(operations, self.arrays, numbers), tuple(numbers)
+        self.order = evaluation_order(Graph((), operations, sources, roots, held))
+        self.sources, self.kept = sources, {*held, *roots}
+        self.source_forms = Counter([arrays[i] for i in sources])
 
-
-def structure_of(program: Program, roots: tuple[int, ...]) -> Structure:
-    shapes: dict[object, int] = {}
-    arguments: dict[object, int] = {}
-    arrays = tuple(
-        (shapes.setdefault(layout.shape, len(shapes)), layout.itemsize)
-        for layout in program.layouts
-    )
-    operations = tuple(
-        (o.name, o.inputs, o.outputs, arguments.setdefault(o.arguments, len(arguments)))
-        for o in program.operations
-    )
-    return Structure(operations, arrays, roots, program)
+    def source_bytes(self, sizes: Sizes) -> int:
+        return sum([count * sizes.bytes_of(form) for form, count in self.source_forms.items()])
 
 
-@lru_cache(maxsize=16)
-def compiled_plan(structure: Structure) -> Plan:
-    """The plan of one structure, the same for all lengths, batches and ranks."""
-    program = structure.program
-    layouts = list(program.layouts)
-    operations, roots = simplified(program.operations, layouts, structure.roots)
-    made, copies = fused(operations, layouts, roots)
-    sources = tuple(x.number for x in program.sources)
-    graph = Graph(layouts, tuple(made), sources, tuple(roots), frozenset())
-    return Plan(evaluation_order(graph), tuple(copies), tuple(roots))
+Laid = tuple[int, ...]
+"""How an array is laid out: row by row, of a form, or as an output of a sort: three numbers."""
 
 
-def peak_anywhere(graph: Graph, order: Sequence[Operation], backend: Backend) -> int:
-    """The peak of evaluating ``graph`` in ``order``, wherever the first task begins.
+class Sort(NamedTuple):
+    """Operations of one name on inputs that are laid out alike, which do the same to memory.
 
-    On the CPU up to ten tasks of ten dispatches wait, and the first is begun already.
+    ``laid`` is how their outputs are. That, whether they share buffers, with which inputs, and
+    whether they are dispatched, are the same for all sizes of a course.
     """
-    if backend == "metal":
-        return peak(graph, order, backend).size_bytes
-    return max(
-        peak(graph, order, tasks_ahead=MAX_ACTIVE_TASKS, dispatched=start).size_bytes
-        for start in range(0, DISPATCHES_PER_TASK, STARTS_APART)
-    )
+
+    operation: Operation
+    inputs: tuple[Laid, ...]
+    outputs: tuple[Form, ...]
+    laid: tuple[Laid, ...]
+    does: tuple[bool, Numbers, bool]
+
+
+class Course(NamedTuple):
+    """Sorts of operations, their numbers, and the timelines of plans in these numbers."""
+
+    sorts: list[Sort]
+    numbers: dict[object, int]
+    timelines: dict[Plan, Timeline]
+
+
+class Case:
+    """What each sort of operations does with given sizes, in the first course that it follows."""
+
+    def __init__(self, courses: list[Course], sizes: Sizes) -> None:
+        self.courses, self.sizes = courses, sizes
+        self._take(0)
+
+    def _take(self, place: int) -> None:
+        if place == len(self.courses):
+            self.courses.append(Course([], {}, {}))
+        self.place, self.course = place, self.courses[place]
+        self.kinds: list[Kind] = []
+        self.layouts: dict[Laid, Layout] = {}
+
+    def _follows(self) -> bool:
+        """Whether the sorts do with these sizes what they do with those that made the course."""
+        return all(
+            self._sort(known.operation, known.inputs, known.outputs) == known
+            for known in self.course.sorts[len(self.kinds) :]
+        )
+
+    def evaluation(self, plan: Plan) -> Evaluation:
+        while not self._follows():
+            self._take(self.place + 1)
+        timelines = self.course.timelines
+        if plan not in timelines:
+            timelines[plan] = Timeline(self._order(plan), self.kinds, plan.sources, plan.kept)
+        timeline, backend = timelines[plan], self.sizes.backend
+        size = {form: self.sizes.bytes_of(form) for form in plan.source_forms}
+        sources = [buffer_bytes(size[plan.arrays[i]], backend) for i in timeline.sources]
+        return Evaluation(timeline, self.kinds, sources, backend)
+
+    def above(self, plan: Plan) -> int:
+        """The peak above the sources."""
+        return self.evaluation(plan).peak_bytes() - plan.source_bytes(self.sizes)
+
+    def _order(self, plan: Plan) -> list[tuple[int, Numbers, Numbers]]:
+        """The operations of a plan as sorts with inputs and outputs."""
+        sorts, numbers, _ = self.course
+        laid: list[Laid] = list(plan.arrays)
+        order = []
+        for operation in plan.order:
+            name, inputs, outputs, arguments, opaque, donors = operation
+            given = tuple([laid[i] for i in inputs])
+            made = tuple([plan.arrays[i] for i in outputs])
+            number = numbers.setdefault((name, given, made, arguments, opaque, donors), len(sorts))
+            if number == len(sorts):
+                sorts.append(self._sort(operation, given, made))
+            for i, found in zip(outputs, sorts[number].laid, strict=True):
+                laid[i] = found
+            order.append((number, inputs, outputs))
+        return order
+
+    def _sort(self, operation: Operation, given: tuple[Laid, ...], made: tuple[Form, ...]) -> Sort:
+        number, backend = len(self.kinds), self.sizes.backend
+        inputs = tuple([self._layout(x) for x in given])
+        outputs = tuple([self._layout(x) for x in made])
+        arguments = [self.sizes.arguments[n] for n in operation.arguments]
+        found = effect_of(operation, arguments[0] if arguments else (), inputs, outputs)
+        kind = kind_of(found, inputs, outputs, backend)
+        self.kinds.append(kind)
+        laid: list[Laid] = []
+        for at, (layout, row) in enumerate(zip(found.outputs, outputs, strict=True)):
+            laid.append(made[at] if layout == row else (number, at, 0))
+            self.layouts[laid[-1]] = layout
+        does = kind.shares, kind.donors, kind.dispatches > 0
+        return Sort(operation, given, made, tuple(laid), does)
+
+    def _layout(self, laid: Laid) -> Layout:
+        if laid not in self.layouts:
+            number, width = laid
+            self.layouts[laid] = rows(self.sizes.shapes[number], width)
+        return self.layouts[laid]
+
+
+class Family(NamedTuple):
+    """Plans of one structure, and of others that are made of the same shapes and arguments."""
+
+    plans: dict[Hashable, Plan]
+    courses: list[Course]
+
+
+@lru_cache(maxsize=32)
+def family_of(structure: Structure) -> Family:
+    return Family({}, [])

@@ -8,27 +8,20 @@ The graph is evaluated on paper by ``uma.memory.liveness``.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-from uma.memory.array_layout import Layout, rows
-from uma.memory.liveness import (
-    DISPATCHES_PER_TASK,
-    MAX_ACTIVE_TASKS,
-    Graph,
-    Operation,
-    evaluation_order,
-)
+from uma.memory.liveness import MAX_ACTIVE_TASKS, Operation
 from uma.memory.metal_activations import MAX_OPERATIONS
-from uma.memory.mlx_gradients import GRADIENTS
-from uma.memory.mlx_plan import compiled_plan, peak_anywhere, structure_of
+from uma.memory.mlx_gradients import GRADIENTS, tape
+from uma.memory.mlx_plan import Case, Plan, Sizes, Structure, family_of
+from uma.memory.timeline import DISPATCHES_PER_TASK
 from uma.workload import Backend
 
 Shape = tuple[int, ...]
 WAITING = max(MAX_OPERATIONS + 1, MAX_ACTIVE_TASKS * DISPATCHES_PER_TASK // 2)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Value:
+class Value(NamedTuple):
     """An array: its number in the program, its shape, and the bytes of an element."""
 
     number: int
@@ -40,8 +33,7 @@ class Value:
         return prod(self.shape) * self.width
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """An operation that is differentiated, by ``backward`` where it has a gradient of its own."""
 
     name: str
@@ -58,9 +50,14 @@ Backward = Callable[[Value], Sequence[Value]]
 
 @dataclass(slots=True)
 class Program:
-    """Operations in the order in which they were asked for."""
+    """Operations in the order in which they were asked for.
 
-    layouts: list[Layout] = field(default_factory=list)
+    Their ``arguments`` are numbered, as the shapes of arrays are: one has one number, or none.
+    """
+
+    shapes: dict[Shape, int] = field(default_factory=dict)
+    arguments: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    arrays: list[tuple[int, int]] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     sources: list[Value] = field(default_factory=list)
@@ -70,8 +67,9 @@ class Program:
     numbers: dict[object, Value] = field(default_factory=dict)
 
     def value(self, shape: Sequence[int], width: int) -> Value:
-        self.layouts.append(rows(tuple(shape), width))
-        return Value(len(self.layouts) - 1, tuple(shape), width)
+        shape = tuple(shape)
+        self.arrays.append((self.shapes.setdefault(shape, len(self.shapes)), width))
+        return Value(len(self.arrays) - 1, shape, width)
 
     def source(self, *shape: int, width: int, held: bool = True) -> Value:
         """An array that exists before; without ``held`` it dies with its last use."""
@@ -95,16 +93,24 @@ class Program:
         shape: Sequence[int],
         width: int | None = None,
         arguments: tuple[Any, ...] = (),
-        **opaque: Any,
+        opaque: bool = False,
+        donors: tuple[int, ...] = (),
     ) -> Value:
-        """One primitive with one output, as wide as its first input unless ``width`` is given."""
+        """One primitive with one output, as wide as its first input unless ``width`` is given.
+
+        The arguments of an ``opaque`` one are the bytes of its workspace.
+        """
         made = self.value(shape, inputs[0].width if width is None else width)
-        numbers = tuple(x.number for x in inputs)
-        self.operations.append(Operation(name, numbers, (made.number,), arguments, **opaque))
+        numbers = tuple([x.number for x in inputs])
+        known = self._numbered(arguments) if arguments else ()
+        self.operations.append(Operation(name, numbers, (made.number,), known, opaque, donors))
         if name != "StopGradient" and not self.differentiated.isdisjoint(numbers):
             self.differentiated.add(made.number)
             self.steps.append(Step(name, tuple(inputs), made, arguments))
         return made
+
+    def _numbered(self, arguments: tuple[Any, ...]) -> tuple[int]:
+        return (self.arguments.setdefault(arguments, len(self.arguments)),)
 
     # Elementwise.
 
@@ -124,10 +130,13 @@ class Program:
         return self.op(name, [x], x.shape)
 
     def binary(self, name: str, x: Value, y: Value) -> Value:
-        width = max(x.width, y.width)
-        x, y = self.astype(x, width), self.astype(y, width)
-        shape = broadcast(x.shape, y.shape)
-        return self.op(name, [self.broadcast_to(x, shape), self.broadcast_to(y, shape)], shape)
+        if x.width != y.width:
+            width = max(x.width, y.width)
+            x, y = self.astype(x, width), self.astype(y, width)
+        if x.shape != y.shape:
+            shape = broadcast(x.shape, y.shape)
+            x, y = self.broadcast_to(x, shape), self.broadcast_to(y, shape)
+        return self.op(name, [x, y], x.shape)
 
     def add(self, x: Value, y: Value) -> Value:
         return self.binary("Add", x, y)
@@ -140,6 +149,11 @@ class Program:
 
     def divide(self, x: Value, y: Value) -> Value:
         return self.binary("Divide", x, y)
+
+    def compared(self, name: str, x: Value, y: Value) -> Value:
+        shape = broadcast(x.shape, y.shape)
+        sides = [self.broadcast_to(side, shape) for side in (x, y)]
+        return self.op(name, sides, shape, 1)
 
     def scaled(self, x: Value, name: str = "") -> Value:
         """``x`` times a number."""
@@ -214,7 +228,8 @@ class Program:
         shapes = [(*x.shape[:axis], size, *x.shape[axis + 1 :]) for size in sizes]
         made = tuple(self.value(shape, x.width) for shape in shapes)
         numbers = tuple(part.number for part in made)
-        self.operations.append(Operation("Split", (x.number,), numbers, (axis,)))
+        known = self._numbered((axis,))
+        self.operations.append(Operation("Split", (x.number,), numbers, known))
         if x.number in self.differentiated:
             self.differentiated.update(numbers)
             self.steps.append(Step("Split", (x,), made[0], (axis,), parts=made))
@@ -306,7 +321,7 @@ class Program:
         found = {output.number: gradient for output, gradient in pairs}
         taken, self.steps = self.steps, []
         differentiated, self.differentiated = self.differentiated, set()
-        for step in reversed(taken):
+        for step in reversed(tape([output.number for output, _ in pairs], taken, self.operations)):
             gradient = self._given(step, found)
             if gradient is None:
                 continue
@@ -347,24 +362,26 @@ class Program:
             self.steps.append(Step("CustomTransforms", tuple(inputs), made, (), backward))
         return made
 
-    def most(self, roots: Sequence[Value], backend: Backend) -> int:
-        """The peak of evaluating ``roots``, sources included."""
-        graph = self._graph(self.operations, [x.number for x in roots])
-        return peak_anywhere(graph, evaluation_order(graph), backend)
+    def structure(self, roots: Sequence[Value]) -> Structure:
+        sources = tuple([x.number for x in self.sources])
+        return Structure(
+            tuple(self.operations),
+            tuple(self.arrays),
+            sources,
+            frozenset(sources) - self.passing,
+            tuple([x.number for x in roots]),
+        )
 
-    def compiled_most(self, roots: Sequence[Value], backend: Backend) -> int:
-        """The same of what ``mx.compile`` makes of it."""
-        plan = compiled_plan(structure_of(self, tuple(x.number for x in roots)))
-        for i in plan.copies:
-            self.layouts.append(self.layouts[i])
-        spaces = {o.outputs[0]: o for o in self.operations if o.workspace_bytes}
-        order = [spaces.get(o.outputs[0], o) for o in plan.order] if spaces else plan.order
-        return peak_anywhere(self._graph(order, plan.roots), order, backend)
+    def sizes(self, backend: Backend) -> Sizes:
+        return Sizes(list(self.shapes), list(self.arguments), backend)
 
-    def _graph(self, operations: Sequence[Operation], roots: Sequence[int]) -> Graph:
-        sources = tuple(x.number for x in self.sources)
-        held = frozenset(sources) - self.passing
-        return Graph(self.layouts, tuple(operations), sources, tuple(roots), held)
+    def above(self, roots: Sequence[Value], backend: Backend, *, compiled: bool = False) -> int:
+        """The peak of evaluating ``roots``, or what ``mx.compile`` makes of it, above sources."""
+        structure = self.structure(roots)
+        family, key = family_of(structure), ("itself", compiled)
+        if key not in family.plans:
+            family.plans[key] = Plan(structure, compiled=compiled)
+        return Case(family.courses, self.sizes(backend)).above(family.plans[key])
 
 
 def broadcast(x: Shape, y: Shape) -> Shape:
@@ -373,6 +390,8 @@ def broadcast(x: Shape, y: Shape) -> Shape:
     >>> broadcast((4, 1, 3), (2, 1))
     (4, 2, 3)
     """
+    if not x or not y:
+        return x or y
     length = max(len(x), len(y))
     x, y = (1,) * (length - len(x)) + x, (1,) * (length - len(y)) + y
     return tuple(b if a == 1 else a for a, b in zip(x, y, strict=True))

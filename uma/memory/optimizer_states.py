@@ -1,8 +1,10 @@
 """What optimizers keep for each trained array, by its shape."""
 
-from dataclasses import dataclass
 from math import prod
 
+from uma.frozen import dataclass
+
+FLOAT32 = 4
 BLOCK = 256  # elements of one scale (bitsandbytes 0.50, optim/optimizer.py, init_state: blocksize)
 SMALL = 4096  # arrays below this stay in 32 bits (Optimizer8bit, min_8bit_size)
 PAGED_SMALL = 10**5  # arrays of fewer elements are not paged (optimizer.py, get_state_buffer)
@@ -76,6 +78,15 @@ def _factored(shape: tuple[int, ...]) -> int:
     if len(shape) < 2:
         return prod(shape)
     return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
+
+
+def adafactor_temporary_bytes(largest: int, width: int) -> int:
+    """What Adafactor's update of the largest array makes, of so many elements.
+
+    transformers 5.24, ``optimization.py``, ``Adafactor.step``: the square of the gradient beside
+    its sum with a constant, and float32 copies of gradient and parameter if they are narrower.
+    """
+    return largest * FLOAT32 * (4 if width < FLOAT32 else 2)
 
 
 def step_temporary_bytes(elements: int, width: int, *, foreach: bool) -> int:

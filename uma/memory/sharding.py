@@ -2,7 +2,8 @@
 
 ``P`` is a number of parameters, ``N`` of devices. Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054),
 section 7: data parallelism and stages 1 and 2 move ``2 P`` elements a step and device, stage 3
-``3 P``. The estimators are DeepSpeed's (``runtime/zero/stage_1_and_2.py``, ``stage3.py``,
+``3 P``; DeepSpeed's stages 1 and 2 move as much (``_between_replicas``). The estimators are
+DeepSpeed's (``runtime/zero/stage_1_and_2.py``, ``stage3.py``,
 ``estimate_zero*_model_states_mem_needs``); they leave out activations, buckets and fragmentation.
 """
 
@@ -44,7 +45,7 @@ def placed(whole: States, spread: Sharding) -> Placed:
     Tensor and pipeline parallelism split all of it; ZeRO 1, 2, 3 the optimizer states, then the
     gradients, then the parameters; offloading moves what is left of a part. ZeRO 1 copies a
     device's part of the gradients to the host, and the device keeps all of them until the update
-    (deepspeed 0.19.6, ``stage_1_and_2.py``, ``reduce_ipg_grads``).
+    (deepspeed 0.19.8, ``stage_1_and_2.py``, ``reduce_ipg_grads``).
     """
     split = spread.tensor * spread.pipeline
     stage, shards = spread.zero_stage, spread.shards
@@ -74,9 +75,12 @@ def _plus(a: States, b: States) -> States:
 class Moved:
     """What devices exchange, as one device without sharding has it, in bytes.
 
-    ``stream_bytes`` are the residual stream of one batch at one layer, ``layers`` its layers;
-    ``batches`` make one update. ``recomputed`` layers run forward twice. ``exchanged`` is what of
-    ``states`` goes between devices, where they send it narrower than they keep it.
+    ``stream_bytes`` are the residual stream of one batch at one layer, ``layers`` its layers, and
+    ``attention_bytes`` what attention reads and gives in all of them; ``batches`` make one update.
+    ``recomputed`` layers run forward twice. ``exchanged`` is what of ``states`` goes between
+    devices, where they send it narrower than they keep it; ``float32_gradient_bytes`` are the
+    gradients as DeepSpeed's update has them on the host. With ``sums_first`` a device adds up the
+    gradients of the batches of an update before it sends them.
     """
 
     states: States
@@ -85,38 +89,52 @@ class Moved:
     batches: int = 1
     recomputed: bool = False
     exchanged: States | None = None
+    float32_gradient_bytes: int = 0
+    attention_bytes: int = 0
+    sums_first: bool = False
+
+    def reductions(self, stage: int) -> int:
+        """How often gradients are reduced for one update."""
+        return 1 if stage < 2 or self.sums_first else self.batches
 
 
 def communication_bytes(moved: Moved, spread: Sharding) -> dict[str, int]:
     """Bytes that one device sends for one update, by what causes them.
 
     Ring algorithms: an all-reduce sends ``2 (N - 1) / N`` of the data, an all-gather or a
-    reduce-scatter half of that. ``gradients``: an all-reduce (stages 0 and 1), or a reduce-scatter
-    for each batch (stages 2 and 3). ``parameters``: gathered after the update (1 and 2), or forward
-    and backward for each batch (3). ``groups``: hybrid sharding's all-reduce between its groups.
+    reduce-scatter half of that. ``groups``: hybrid sharding's all-reduce between its groups.
     ``host`` and ``disk`` are both directions together.
     """
     return {
         **_between_replicas(moved, spread),
         **_between_parts(moved, spread),
-        **_to_host_and_disk(moved.states, moved.batches, spread),
+        **_to_host_and_disk(moved, spread),
     }
 
 
 def _between_replicas(moved: Moved, spread: Sharding) -> dict[str, int]:
+    """Gradients, and parameters where they are sharded, or updated by parts.
+
+    Gradients are reduced to all once (stages 0 and 1) or for each batch (2): DeepSpeed takes an
+    all-reduce where each device needs a part (0.19.8, ``stage_1_and_2.py``, ``average_tensor``,
+    ``use_multi_rank_bucket_allreduce``). Stage 3 reduces and scatters them, for each batch unless
+    they are summed first, and gathers parameters forward and backward for each batch.
+    (``scripts/check_sharding.py`` counts DeepSpeed's.)
+    """
     split, shards = spread.tensor * spread.pipeline, spread.shards
     exchanged = moved.exchanged or moved.states
     gradients = exchanged.gradient_bytes // split
     parameters = exchanged.parameter_bytes // split
     if spread.replicas == 1:
         return {}
-    if spread.zero_stage < 2:
-        return {"gradients": _ring(2 * gradients, spread.replicas)}
-    reduced = _ring(gradients * moved.batches, shards)
-    if spread.zero_stage == 2:  # what was trained is gathered, in the width of its gradients
-        return {"gradients": reduced, "parameters": _ring(gradients, shards)}
+    times = moved.reductions(spread.zero_stage)
+    if spread.zero_stage < 3:
+        found = {"gradients": _ring(2 * gradients * times, spread.replicas)}
+        if spread.zero_stage:  # what was trained is gathered, in the width of its gradients
+            found["parameters"] = _ring(gradients, shards)
+        return found
     gathered = _ring(2 * parameters * moved.batches, shards)
-    found = {"parameters": gathered, "gradients": reduced}
+    found = {"parameters": gathered, "gradients": _ring(gradients * times, shards)}
     if shards < spread.replicas:
         found["groups"] = _ring(2 * gradients // shards, spread.replicas // shards)
     return found
@@ -126,8 +144,9 @@ def _between_parts(moved: Moved, spread: Sharding) -> dict[str, int]:
     """What tensor, sequence and pipeline parallelism send of the activations.
 
     Tensor: two all-reduces of the stream a layer and pass (Megatron, arXiv:1909.08053, section 3).
-    Sequence: four all-to-alls a layer and pass, of a device's part of the rows (DeepSpeed-Ulysses,
-    arXiv:2309.14509, section 3.1). Pipeline: the stream to the next stage and its gradient back.
+    Sequence: all-to-alls of queries, keys, values and outputs in each pass, of a device's part of
+    the rows (DeepSpeed-Ulysses, arXiv:2309.14509, section 3.1). Pipeline: the stream to the next
+    stage and its gradient back.
     """
     found = {}
     passes = 3 if moved.recomputed else 2
@@ -136,26 +155,40 @@ def _between_parts(moved: Moved, spread: Sharding) -> dict[str, int]:
     if spread.tensor > 1:
         found["tensor"] = _ring(passes * 2 * 2 * through, spread.tensor)
     if spread.sequence > 1:
-        found["sequence"] = _ring(passes * 4 * through, spread.sequence) // spread.tensor
+        attended = moved.batches * moved.attention_bytes // (spread.sequence * spread.pipeline)
+        found["sequence"] = _ring(passes * attended, spread.sequence) // spread.tensor
     if spread.pipeline > 1:
         found["pipeline"] = 2 * part // spread.tensor
     return found
 
 
-def _to_host_and_disk(states: States, batches: int, spread: Sharding) -> dict[str, int]:
-    """ZeRO-Offload (arXiv:2101.06840): gradients go down, what was trained comes back; parameters
-    on the host come for each pass (ZeRO-Infinity, arXiv:2104.07857). A disk's optimizer states are
-    read and written at each update."""
-    parts = spread.shards if spread.zero_stage else 1
-    split = spread.tensor * spread.pipeline * parts
-    found: dict[str, int] = {}
-    if spread.offload_optimizer:
-        found["host"] = (batches + 1) * states.gradient_bytes // split
+def _to_host_and_disk(moved: Moved, spread: Sharding) -> dict[str, int]:
+    """Gradients down and parameters up; optimizer states of a disk are read and written.
+
+    FSDP copies a part of the gradients down when they are reduced. DeepSpeed copies it in float32
+    for the update, after which trained parameters come up; with several batches, and always under
+    stage 3, sums go down and come up again to be added to (0.19.8, ``stage_1_and_2.py``,
+    ``async_accumulate_grad_in_cpu_via_gpu``; ``stage3.py``, ``partition_grads``). Parameters on the
+    host or the disk come for each pass (ZeRO-Infinity, arXiv:2104.07857).
+    """
+    states, stage = moved.states, spread.zero_stage
+    split = spread.tensor * spread.pipeline * (spread.shards if stage else 1)
+    gradients, wide = states.gradient_bytes // split, moved.float32_gradient_bytes // split
+    times = moved.reductions(stage)
+    host = disk = 0
+    if spread.offload_optimizer and spread.fsdp:
+        host = times * gradients
+    elif spread.offload_optimizer:
+        sums = 2 * times if stage == 3 else 2 * times - 1 if times > 1 else 0
+        host = wide + (1 + sums) * gradients
     if spread.offload_optimizer == "disk":
-        found["disk"] = 2 * states.optimizer_bytes // split
-    if place := spread.offload_parameters:
-        found[place] = found.get(place, 0) + 2 * batches * states.parameter_bytes // split
-    return found
+        disk = 2 * (states.optimizer_bytes // split + wide)
+    if spread.offload_parameters:
+        passes = 2 * moved.batches * states.parameter_bytes // split
+        host += passes
+        if spread.offload_parameters == "disk":
+            disk += passes + gradients  # and what was trained is written
+    return {name: size for name, size in (("host", host), ("disk", disk)) if size}
 
 
 def _ring(size_bytes: int, devices: int) -> int:

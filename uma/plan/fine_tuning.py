@@ -1,10 +1,12 @@
 """A fine-tuning run before its first step: its worst batch, what that needs, and what to lower."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
-from uma.architecture.layers import Architecture
+from uma.architecture.layers import Architecture, Recurrent
+from uma.dataset.packing import packs
 from uma.dataset.passes import Shape, shapes
 from uma.engines.mlx_own_step import (
     ATTENTION_SLICE_BYTES,
@@ -30,11 +32,28 @@ Row = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The data as batches see it."""
+    """The data as batches see it; ``packed`` are the examples of each training row, if it is."""
 
     train: tuple[Row, ...]
     validation: tuple[Row, ...]
     batch_size: int
+    packed: tuple[tuple[Row, ...], ...] = ()
+
+    @property
+    def packed_tokens(self) -> int | None:
+        """Inputs of the longest example, where several share a row."""
+        if not self.packed:
+            return None
+        return max(inputs for inputs, _ in (*chain.from_iterable(self.packed), *self.validation))
+
+    def repacked(self, row_tokens: int) -> "Rows":
+        """Every packed row by itself, as one or several of at most ``row_tokens``."""
+        rows = [
+            packed_row([examples[n] for n in row])
+            for examples in self.packed
+            for row in packs([inputs for inputs, _ in examples], row_tokens)
+        ]
+        return Rows(tuple(rows), self.validation, 1)
 
     def shapes(self, pass_tokens: int | None) -> Counter[Shape]:
         """Every shape of a training epoch, and how often it passes."""
@@ -56,16 +75,21 @@ class Cut:
 
     ``micro_batch`` rows of the longest length go through the model at once, shorter ones more at a
     time; ``None`` is a whole batch. The slices are those of the loss and of attention's scores.
+    The examples of a packed row pass in rows of at most ``row_tokens``, one at a time.
     """
 
     micro_batch: int | None = None
+    row_tokens: int | None = None
     loss_slice_bytes: int = LOSS_SLICE_BYTES
     attention_slice_bytes: int = ATTENTION_SLICE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class FineTuning:
-    """What is to be trained on which data, and where. The workload's batch is replaced by ours."""
+    """What is to be trained on which data, and where. The workload's batch is replaced by ours.
+
+    ``not_modelled`` says what of it no term counts: its memory is then unknown.
+    """
 
     architecture: Architecture
     form: Form
@@ -73,30 +97,36 @@ class FineTuning:
     budget: Budget
     workload: TrainingWorkload
     rows: Rows
+    not_modelled: str = ""
+
+    def passing(self, cut: Cut) -> Rows:
+        """The rows as they go through the model."""
+        return self.rows if cut.row_tokens is None else self.rows.repacked(cut.row_tokens)
 
     def pass_tokens(self, cut: Cut) -> int | None:
         """Positions of one pass: the micro-batch's rows of the longest length."""
         if cut.micro_batch is None:
             return None
-        return cut.micro_batch * longest(self.rows.shapes(None))
+        return cut.micro_batch * longest(self.passing(cut).shapes(None))
 
     def shapes(self, cut: Cut) -> Counter[Shape]:
         """Every shape of a training epoch, and how often it passes."""
-        return self.rows.shapes(self.pass_tokens(cut))
+        return self.passing(cut).shapes(self.pass_tokens(cut))
 
     def validation_shapes(self, cut: Cut) -> Counter[Shape]:
         return self.rows.validation_shapes(self.pass_tokens(cut))
 
     def terms(self, cut: Cut) -> tuple[Shape, tuple[MemoryTerm, ...]]:
         """The pass that needs most memory, and its terms."""
-        every = [*self.shapes(cut), *self.validation_shapes(cut)]
-        found = [(shape, self._terms_of(shape, cut)) for shape in _largest(every)]
+        every, passing = [*self.shapes(cut), *self.validation_shapes(cut)], self.passing(cut)
+        found = [(s, self.terms_of(s, cut, passing.most_targets(s))) for s in _largest(every)]
         return max(found, key=lambda one: peak(one[1])[1])
 
-    def _terms_of(self, shape: Shape, cut: Cut) -> tuple[MemoryTerm, ...]:
+    def terms_of(self, shape: Shape, cut: Cut, targets: int) -> tuple[MemoryTerm, ...]:
+        """The terms of a pass with so many positions that have something to predict."""
         rows, length = shape
-        # Positions with nothing to predict do not pass the head.
-        logits = 4 * self.architecture.vocab_size * self.rows.most_targets(shape)
+        # Others do not pass the head.
+        logits = 4 * self.architecture.vocab_size * targets
         return own_training_terms(
             self.architecture,
             self.form.weights,
@@ -105,6 +135,7 @@ class FineTuning:
             backend=self.machine.backend,
             loss_slice_bytes=min(cut.loss_slice_bytes, logits),
             attention_slice_bytes=cut.attention_slice_bytes,
+            packed_tokens=self.rows.packed_tokens,
         )
 
 
@@ -149,8 +180,10 @@ def plan_fine_tuning(case: FineTuning, cut: Cut, *, smaller: bool) -> FineTuning
     this model's layers is not modelled.
     """
     tried = cut
+    if case.not_modelled:
+        return _weights_alone(case, cut, case.not_modelled)
     try:
-        for one in _cuts(cut, case.rows.batch_size) if smaller else [cut]:
+        for one in _cuts(cut, case.rows) if smaller else [cut]:
             tried = one
             worst, terms = case.terms(one)
             if peak(terms)[1] <= case.budget.budget_bytes:
@@ -182,31 +215,46 @@ def _ledger(case: FineTuning, terms: tuple[MemoryTerm, ...], found: Verdict) -> 
     return Ledger(terms, case.budget.budget_bytes, case.budget.limit_bytes, found)
 
 
-def _cuts(asked: Cut, batch_size: int) -> Iterator[Cut]:
-    """Smaller and smaller: half the micro-batch each time, then smaller slices."""
+def _cuts(asked: Cut, rows: Rows) -> Iterator[Cut]:
+    """Smaller and smaller: half the micro-batch each time, shorter packed rows, smaller slices."""
     yield asked
-    rows = asked.micro_batch or batch_size
-    while rows > 1:
-        rows = -(-rows // 2)
-        yield replace(asked, micro_batch=rows)
+    cut = asked
+    while (at_once := cut.micro_batch or rows.batch_size) > 1:
+        cut = replace(cut, micro_batch=-(-at_once // 2))
+        yield cut
+    for length in _row_lengths(cut.row_tokens, rows):
+        cut = replace(cut, micro_batch=1, row_tokens=length)
+        yield cut
     for loss, attention in SMALLER_SLICES:
-        yield Cut(rows, loss, attention)
+        yield replace(cut, micro_batch=1, loss_slice_bytes=loss, attention_slice_bytes=attention)
+
+
+def _row_lengths(row_tokens: int | None, rows: Rows) -> Iterator[int]:
+    """Half the packed length each time, down to the longest example."""
+    least = max((inputs for examples in rows.packed for inputs, _ in examples), default=0)
+    length = row_tokens or max(inputs for inputs, _ in rows.train)
+    while 0 < least < length:
+        length = max(least, length // 2)
+        yield length
 
 
 def _notes(case: FineTuning, asked: Cut, taken: Cut) -> Iterator[str]:
     if taken == asked:
         return
     rows, batch = taken.micro_batch or case.rows.batch_size, case.rows.batch_size
+    cuts = [f"{_rows(rows)} of a batch of {batch} at once"] if rows < batch else []
+    if taken.row_tokens != asked.row_tokens:
+        cuts.append(f"the examples of a packed row in rows of at most {taken.row_tokens:,} tokens")
+    if taken.loss_slice_bytes != asked.loss_slice_bytes:
+        cuts.append(
+            f"slices of {format_gib(taken.loss_slice_bytes)} of the loss and "
+            f"{format_gib(taken.attention_slice_bytes)} of attention"
+        )
     yield (
-        f"to stay within {format_gib(case.budget.budget_bytes)} ({case.budget.winner}) "
-        f"{_rows(rows)} of a batch of {batch} go through the model at once; an update still sees "
+        f"to stay within {format_gib(case.budget.budget_bytes)} ({case.budget.winner}): "
+        f"{', '.join(cuts)}; an update still sees "
         f"{_rows(batch * case.workload.grad_accumulation_steps)}"
     )
-    if taken.loss_slice_bytes != asked.loss_slice_bytes:
-        yield (
-            f"slices of the loss take {format_gib(taken.loss_slice_bytes)}, of attention "
-            f"{format_gib(taken.attention_slice_bytes)}"
-        )
 
 
 def _rows(count: int) -> str:
@@ -234,9 +282,8 @@ def positions(found: Counter[Shape]) -> int:
 def remedies(plan: FineTuningPlan) -> list[str]:
     """What would fit, the cheapest change first; each is tried."""
     case = plan.case
-    nothing = ["nothing short of a smaller or a quantized base would fit"]
-    if plan.ledger.terms == (case.form.weights,):
-        return nothing
+    if plan.ledger.terms == (case.form.weights,) or _is_too_large(case):
+        return [_smaller_base(case)]
     found = []
     cut = plan_fine_tuning(case, plan.cut, smaller=True)
     if cut.ledger.verdict in ("fits", "tight"):
@@ -247,7 +294,7 @@ def remedies(plan: FineTuningPlan) -> list[str]:
         if length < 64:
             break
         shorter = replace(case, rows=_shortened(case.rows, length))
-        if peak(shorter.terms(best)[1])[1] <= case.budget.budget_bytes:
+        if peak(shorter.terms(replace(best, row_tokens=None))[1])[1] <= case.budget.budget_bytes:
             found.append(f"--max-seq-length {length + 1} with --overlong split, and --budget auto")
             break
     layers = case.workload.num_layers or len(case.architecture.layers)
@@ -255,7 +302,47 @@ def remedies(plan: FineTuningPlan) -> list[str]:
         fewer = replace(case, workload=replace(case.workload, num_layers=4))
         if peak(fewer.terms(best)[1])[1] <= case.budget.budget_bytes:
             found.append("--num-layers 4 with --budget auto: adapts less")
-    return found or nothing
+    for rank in (64, 8, 1):
+        if case.workload.method == "full" or rank >= case.workload.rank:
+            continue
+        lower = replace(case, workload=replace(case.workload, rank=rank))
+        if peak(lower.terms(best)[1])[1] <= case.budget.budget_bytes:
+            found.append(f"--rank {rank} with --budget auto: adapts less")
+            break
+    several = "a smaller --num-layers, --rank and --max-seq-length together"
+    return found or [f"no one change that was tried fits; {several} may, or a smaller base"]
+
+
+def _is_too_large(case: FineTuning) -> bool:
+    return case.form.weights.size_bytes > case.budget.budget_bytes
+
+
+def _smaller_base(case: FineTuning) -> str:
+    size = format_gib(case.form.weights.size_bytes)
+    base = "a smaller base" if case.form.quantization else "a smaller or a quantized base"
+    return f"the weights alone take {size}: only {base} would fit"
+
+
+def packed_row(examples: Sequence[Row]) -> Row:
+    """The row that several examples fill together."""
+    return sum(inputs for inputs, _ in examples), sum(targets for _, targets in examples)
+
+
+def require_packable(architecture: Architecture) -> None:
+    """Refuse what the loaded model would refuse (``uma.runtime.lora.batching``), as far as known.
+
+    Raises:
+        UnsupportedModel: If a layer runs on from one example into the next, or positions do.
+    """
+    recurrent = any(isinstance(m, Recurrent) for layer in architecture.layers for m in layer.mixers)
+    most = architecture.max_position_embeddings
+    learned = any(p.kind == "embedding" and p.shape[0] == most for p in architecture.parameters)
+    if recurrent or (learned and most != architecture.vocab_size):
+        what = "a recurrence runs" if recurrent else "learned positions run"
+        raise UnsupportedModel(
+            f"examples cannot be packed for this model: {what} on into the next one; leave out "
+            "--packing"
+        )
 
 
 def _shortened(rows: Rows, length: int) -> Rows:

@@ -181,7 +181,7 @@ def _float32_scales_form(
         name=f"{base.name}, float32 scales",
         weights=replace(weights, source=f"config shapes x {base.name}, float32 scales"),
         activation_bytes=4,
-        notes=(*base.notes[:-1], _float32_note(weights, base)),
+        notes=(*base.notes[:-1], *_float32_notes(weights, base)),
         kind="float32_scales",
     )
 
@@ -192,7 +192,7 @@ def _float32_form(
     """Every parameter as float32."""
     weights = replace(weight_bytes(architecture, None, 4), source="config shapes x float32")
     load = _load_terms(architecture, packed, None, DTYPE_BYTES[architecture.dtype], 4)
-    notes = (*base.notes[:-1], _float32_note(weights, base))
+    notes = (*base.notes[:-1], *_float32_notes(weights, base))
     return replace(
         base,
         name="float32",
@@ -247,11 +247,14 @@ def _making(
     return held, most
 
 
-def _float32_note(weights: MemoryTerm, base: Form) -> str:
+def _float32_notes(weights: MemoryTerm, base: Form) -> tuple[str, ...]:
+    """None where the base is float32 already."""
     times = weights.size_bytes / base.weights.size_bytes
+    if times < 1.05:
+        return ()
     return (
         f"{times:.1f} times the bytes of {base.name}, because MLX's CPU backend is faster with "
-        "float32 (--dequantize never keeps the stored form)"
+        "float32 (--dequantize never keeps the stored form)",
     )
 
 

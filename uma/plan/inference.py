@@ -8,7 +8,6 @@ from typing import Literal
 from uma.architecture.layers import Architecture
 from uma.engines import mlx
 from uma.engines.mlx_phases import Shared
-from uma.errors import CheckpointError
 from uma.frozen import dataclass
 from uma.ledger import Ledger, Verdict, peak
 from uma.machine import Budget, Machine, budget_of, verdict
@@ -93,14 +92,9 @@ def beside_of(
     """
     adapters = None
     if adapter_path is not None:
-        from uma.checkpoint.safetensors import read_header
+        from uma.checkpoint.adapter import adapter_header
 
-        if (adapter_path / "adapter_model.safetensors").exists():
-            raise CheckpointError(
-                f"{adapter_path} is PEFT's adapter; make it mlx-lm's: uma lora import MODEL "
-                "--adapter-path FOLDER -o NEW"
-            )
-        size_bytes = read_header(adapter_path / "adapters.safetensors").size_bytes
+        size_bytes = adapter_header(adapter_path).size_bytes
         adapters = MemoryTerm("adapters", size_bytes, "exact", "safetensors header")
     planned = None if draft is None else Draft(draft.architecture, draft.form)
     return Beside(planned, adapters, num_draft_tokens)

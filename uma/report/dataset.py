@@ -47,7 +47,8 @@ def _roles(split: Split) -> str:
 def _problems(split: Split) -> list[str]:
     lines = [f"{split.path}:{p.line}:{p.column}: {p.text}" for p in split.problems[:SHOWN]]
     left = len(split.problems) - SHOWN
-    return [*lines, f"{split.path}: {left} more lines cannot be used"] if left > 0 else lines
+    more = f"{split.path}: {left:,} more lines cannot be used; --json lists all"
+    return [*lines, more] if left > 0 else lines
 
 
 def check_json(splits: dict[str, Split], batch_size: int) -> dict[str, Any]:

@@ -30,15 +30,21 @@ def batches_text(plan: FineTuningPlan) -> str:
     """The batches on one line: how large, how cut, how many shapes, how much padding."""
     case, (rows, length) = plan.case, plan.worst
     steps = case.workload.grad_accumulation_steps
-    update = f"updates of {case.rows.batch_size * steps} rows"
+    update = f"updates of {_count(case.rows.batch_size * steps, 'row')}"
     if plan.micro_batch < case.rows.batch_size:
-        update += f", {plan.micro_batch} of the longest at once"
+        update += f", {plan.micro_batch:,} of the longest at once"
+    if plan.cut.row_tokens is not None:
+        update += f", packed into {plan.cut.row_tokens:,} tokens"
     return (
-        f"{len(case.rows.train):,} rows, {update}; {len(plan.shapes)} shapes of "
-        f"{len({length for _, length in plan.shapes})} lengths up to "
+        f"{_count(len(case.rows.train), 'row')}, {update}; {_count(len(plan.shapes), 'shape')} of "
+        f"{_count(len({length for _, length in plan.shapes}), 'length')} up to "
         f"{longest(plan.shapes):,}, {plan.padding:.0%} padding; "
         f"most memory at {rows} x {length:,}"
     )
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number:,} {name}" + ("s" if number != 1 else "")
 
 
 def time_text(time: Duration | NotKnown, now: datetime.datetime | None = None) -> str:
@@ -100,6 +106,7 @@ def batches_json(plan: FineTuningPlan) -> dict[str, Any]:
         "grad_accumulation_steps": case.workload.grad_accumulation_steps,
         "micro_batch": plan.micro_batch,
         "pass_tokens": plan.pass_tokens,
+        "row_tokens": plan.cut.row_tokens,
         "loss_slice_bytes": plan.cut.loss_slice_bytes,
         "attention_slice_bytes": plan.cut.attention_slice_bytes,
         "worst": {"rows": rows, "tokens": length},

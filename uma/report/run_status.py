@@ -11,6 +11,7 @@ _HOW = {
     "running": "running",
     "done": "done",
     "stopped": "stopped on request",
+    "abandoned": "saved and left, because the process that started it was gone",
     "patience": "ended: the validation loss no longer falls",
     "failed": "failed",
     "killed": "ended by the system",
@@ -32,8 +33,9 @@ def _status_lines(found: Status) -> Iterator[str]:
         losses.append(f"loss {found.train_loss:.3f}")
     if found.val_loss is not None:
         losses.append(f"validation loss {found.val_loss:.3f}")
-    if found.best_val_loss is not None:
-        losses.append(f"lowest {found.best_val_loss:.3f} at iteration {found.best_iteration:,}")
+    if found.best_val_loss is not None and found.best_iteration is not None:
+        at = f"at iteration {found.best_iteration:,}" if found.best_iteration else "before training"
+        losses.append(f"lowest {found.best_val_loss:.3f} {at}")
     if losses:
         yield "  " + ", ".join(losses)
     memory = []

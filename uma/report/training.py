@@ -99,7 +99,8 @@ def _counted(count: int, noun: str) -> str:
 
 def _program(found: TrainingEstimate) -> str:
     if found.case.engine == "torch":
-        return {"trainer": "torch"}.get(found.case.stack, f"torch ({found.case.stack})")
+        name = found.case.stack.name
+        return "torch" if name == "trainer" else f"torch ({name})"
     if found.case.workload.sharding.zero_stage:
         return "mlx, fully_shard"
     return "mlx_lm.lora" if found.case.trainer == "mlx_lm" else "uma lora train"
@@ -197,7 +198,7 @@ def training_json(
         "machine": {"name": case.machine.name, "kind": case.machine.kind},
         "engine": case.engine,
         "trainer": case.trainer if case.engine == "mlx" else None,
-        "stack": case.stack if case.engine == "torch" else None,
+        "stack": case.stack.name if case.engine == "torch" else None,
         "workload": {
             "method": workload.method,
             "rank": None if workload.method == "full" else workload.rank,
@@ -212,7 +213,11 @@ def training_json(
             "loss": workload.loss,
             "attention": workload.attention,
             "mem_kind": workload.mem_kind,
-            "precision": "mixed" if case.settings.weight_width == 4 else "16-bit",
+            "precision": case.stack.precision,
+            "prepare_kbit": case.stack.prepare_kbit,
+            "lora_dropout": case.stack.lora_dropout,
+            "optimizer_in_backward": case.stack.optimizer_in_backward,
+            "fused_kernels": case.stack.fused_kernels,
         },
         "trainable_parameters": found.trainable_parameters,
         "terms": [_term_json(term) for term in ledger.terms],

@@ -232,7 +232,9 @@ def add_adapter(model: nn.Module, adapter_path: Path) -> int:
         _require_own_format(adapter_path / "adapter_config.json")
         load_adapters(model, str(adapter_path))
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
-        raise CheckpointError(f"the adapter {adapter_path} cannot be used: {error}") from error
+        lines = str(error).splitlines()
+        shown = "\n  ".join(lines[:3]) + (f" (and {len(lines) - 3:,} more)" if lines[3:] else "")
+        raise CheckpointError(f"the adapter {adapter_path} cannot be used: {shown}") from error
     model.eval()
     mx.eval(model.parameters())
     return weights_bytes(model) - before

@@ -16,13 +16,8 @@ from uma.architecture.layers import Recurrent
 from uma.errors import CheckpointError, UnsupportedModel
 from uma.memory.activations import STEPPED, STEPPED_WITHOUT_KERNEL
 from uma.memory.kv_cache import calls
-from uma.memory.liveness import (
-    DISPATCHES_PER_TASK,
-    MAX_ACTIVE_TASKS,
-    Peak,
-    evaluation_order,
-    peak,
-)
+from uma.memory.liveness import MAX_ACTIVE_TASKS, Peak, evaluation, evaluation_order
+from uma.memory.timeline import DISPATCHES_PER_TASK
 from uma.runtime.cache import quantizable
 from uma.runtime.load import weights_bytes
 from uma.runtime.trace_caches import TokenRecorder, bytes_by_kind, fresh, parts
@@ -218,11 +213,12 @@ class _Generation:
         self.recorder.stop()
         order = evaluation_order(graph)
         starts = range(0, DISPATCHES_PER_TASK, 3) if len(order) < MANY_OPERATIONS else (0,)
+        found = evaluation(graph, order, self.backend)
         serial = max(
-            (peak(graph, order, self.backend, dispatched=start) for start in starts),
-            key=lambda found: found.size_bytes,
+            (found.peak(graph, dispatched=start) for start in starts),
+            key=lambda peak: peak.size_bytes,
         )
-        ahead = peak(graph, order, self.backend, tasks_ahead=MAX_ACTIVE_TASKS)
+        ahead = found.peak(graph, tasks_ahead=MAX_ACTIVE_TASKS)
         peaks.add(serial, ahead, self._overlap(call, ahead))
         self.buffers = [serial.buffers.get(i, graph.arrays[i].nbytes) for i in states]
         self.largest = max(self.largest, serial.largest_buffer_bytes)

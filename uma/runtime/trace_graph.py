@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -194,11 +194,7 @@ def stood_in(
         if stand_in.name == "contiguous":
             yield Operation("Contiguous", inputs, operation.outputs)
             continue
-        yield replace(
-            operation,
-            name=stand_in.name,
-            inputs=inputs,
-            opaque=True,
-            workspace_bytes=stand_in.workspace_bytes,
-            donors=stand_in.donors,
+        workspace = (stand_in.workspace_bytes,)
+        yield Operation(
+            stand_in.name, inputs, operation.outputs, workspace, opaque=True, donors=stand_in.donors
         )

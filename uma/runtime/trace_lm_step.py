@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from uma.memory.array_layout import rows
 from uma.memory.compile_fuse import fused, simplified
 from uma.memory.liveness import Graph
 from uma.runtime.lora.calls import intercepted
@@ -19,8 +20,8 @@ from uma.runtime.lora.optimizer import make_optimizer
 from uma.runtime.trace_graph import arrays_of, put_arrays
 from uma.workload import TrainingWorkload
 
-Calls = Sequence[tuple[nn.Module, Callable[[mx.array], mx.array]]]
-"""Each layer of the model, and its output for an input."""
+Calls = Sequence[tuple[nn.Module, Callable[..., mx.array], list[mx.array]]]
+"""Each layer of the model, its output for an input and masks, and the masks."""
 
 
 class LmStep:
@@ -67,10 +68,10 @@ class LmStep:
         self, loss: Callable[..., Any], batch: mx.array, lengths: mx.array
     ) -> tuple[mx.array, Any]:
         """The same through the layers one by one, the last one first."""
-        layers = [layer for layer, _ in self.calls]
+        layers = [layer for layer, _, _ in self.calls]
         hidden = [self._embedded(layers, batch[:, :-1])]
-        for _, call in self.calls:
-            hidden.append(call(hidden[-1]))
+        for _, call, masks in self.calls:
+            hidden.append(call(hidden[-1], *masks))
 
         def tail(last: mx.array) -> mx.array:
             with intercepted(layers, lambda *_, **__: last):
@@ -80,8 +81,9 @@ class LmStep:
         (value,), (gradient,) = mx.vjp(tail, [hidden[-1]], [mx.array(1.0)])
         found: list[tuple[str, mx.array]] = []
         paths = {id(module): name for name, module in self.model.named_modules()}
-        for n, (layer, call) in reversed(list(enumerate(self.calls))):
-            *own, gradient = _again(layer, call, hidden[n], hidden[n + 1], gradient)
+        for n, (layer, call, masks) in reversed(list(enumerate(self.calls))):
+            given = [hidden[n], *masks]
+            *own, gradient = _again(layer, call, given, hidden[n + 1], gradient)
             names = [name for name, _ in tree_flatten(layer.trainable_parameters())]
             found += [(f"{paths[id(layer)]}.{k}", v) for k, v in zip(names, own, strict=True)]
         order = {name: n for n, name in enumerate(self.names)}
@@ -102,28 +104,33 @@ class LmStep:
 
 def _again(
     layer: nn.Module,
-    call: Callable[[mx.array], mx.array],
-    x: mx.array,
+    call: Callable[..., mx.array],
+    given: list[mx.array],
     output: mx.array,
     gradient: mx.array,
 ) -> list[mx.array]:
-    """Gradients of a layer's trained parameters and its input, both waiting for its output."""
+    """Gradients of a layer's trained parameters and its input, all waiting for its output.
+
+    The layer keeps the parameters that wait, which the optimizer then finds there.
+    """
     trained = tree_flatten(layer.trainable_parameters())
-    names = [name for name, _ in trained]
+    names, count = [name for name, _ in trained], len(trained)
+    inputs = mx.depends([*(value for _, value in trained), *given], [output])
+    masks = inputs[count + 1 :]
 
     def run(*primals: mx.array) -> mx.array:
-        layer.update(tree_unflatten(list(zip(names, primals, strict=False))))
-        return call(primals[-1])
+        layer.update(tree_unflatten(list(zip(names, primals[:count], strict=True))))
+        return call(primals[count], *masks)
 
-    inputs = mx.depends([*(value for _, value in trained), x], [output])
-    found = mx.vjp(run, inputs, [gradient])[1]
-    layer.update(tree_unflatten(trained))
+    found = mx.vjp(run, inputs[: count + 1], [gradient])[1]
+    layer.update(tree_unflatten(list(zip(names, inputs[:count], strict=True))))
     return list(found)
 
 
 def compiled(graph: Graph) -> Graph:
     """What ``mx.compile`` makes of it."""
-    layouts = list(graph.arrays)
-    operations, roots = simplified(graph.operations, layouts, graph.roots)
-    made, _ = fused(operations, layouts, roots)
+    arrays = [(x.shape, x.itemsize) for x in graph.arrays]
+    operations, roots = simplified(graph.operations, arrays, graph.roots)
+    made = fused(operations, arrays, roots)
+    layouts = [rows(shape, width) for shape, width in arrays]
     return Graph(layouts, tuple(made), graph.sources, tuple(roots), graph.held)

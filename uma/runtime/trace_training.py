@@ -19,9 +19,8 @@ from uma.architecture.layers import Layer, Recurrent
 from uma.engines.mlx_own_step import OwnStep, terms_of
 from uma.engines.mlx_training import training_terms
 from uma.errors import UnsupportedModel
-from uma.memory.liveness import Graph, evaluation_order
-from uma.memory.mlx_plan import peak_anywhere
-from uma.memory.term import MemoryTerm
+from uma.memory.liveness import Graph, evaluation, evaluation_order
+from uma.memory.term import Basis, MemoryTerm
 from uma.runtime.load import weights_bytes
 from uma.runtime.lora import attention
 from uma.runtime.lora.calls import arrays, differentiable, intercepted, substituted
@@ -61,7 +60,7 @@ class TracedStep(OwnStep):
         with attention.sliced_attention(self.attention_slice_bytes, attention.forward):
             return self.peak_of(run, [*parameters, *inputs])
 
-    def backward(self, layer: Layer) -> int:
+    def backward(self, layer: Layer, *, first: bool = False) -> int:
         call = self._call(layer)
         names, parameters = _parameters(call.layer, trained=False)
         trained = {name for name, _ in tree_flatten(call.layer.trainable_parameters())}
@@ -70,7 +69,8 @@ class TracedStep(OwnStep):
 
         def run(*given: mx.array) -> list[mx.array]:
             *values, cotangent = given
-            chosen = [n for n, name in enumerate(names) if name in trained] + [count]
+            chosen = [n for n, name in enumerate(names) if name in trained]
+            chosen += [] if first else [count]
             primals = [values[n] for n in chosen]
 
             def layer(*primals: mx.array) -> mx.array:
@@ -144,13 +144,14 @@ class TracedStep(OwnStep):
         """The peak above ``inputs``; those from ``passing`` on die with their last use."""
         stand_ins = StandIns()
         events: list[Event] = []
-        with unchanged(self.model), replaced(stand_ins, self.backend):
+        # A stand-in has no gradient: norms, rotation and attention stay decomposed, as on the CPU.
+        with unchanged(self.model), replaced(stand_ins, "cpu"):
             mx.export_function(events.append, run, *inputs)
         graph = _graph(events, stand_ins, passing)
         if compile:
             graph = compiled(graph)
         before = sum(graph.arrays[i].nbytes for i in set(graph.sources))
-        return peak_anywhere(graph, evaluation_order(graph), self.backend) - before
+        return evaluation(graph, evaluation_order(graph), self.backend).peak_bytes() - before
 
 
 def _graph(events: list[Event], stand_ins: StandIns, passing: int | None) -> Graph:
@@ -264,22 +265,26 @@ def trace_training(
 def _lm_terms(step: TracedStep, weights: MemoryTerm) -> tuple[MemoryTerm, ...]:
     """The closed form's, the step of ``backward`` traced."""
     closed = training_terms(step.architecture, weights, step.workload, backend=step.backend)
-    inputs = [differentiable(call.args)[0] for call in step.calls]
-
-    def output(call: _Call, old: mx.array) -> Callable[[mx.array], mx.array]:
-        def run(x: mx.array) -> mx.array:
-            args, kwargs = substituted(call.args, [old], [x])
-            return arrays(call.layer(*args, **kwargs))[0]
-
-        return run
-
-    calls = [(call.layer, output(call, old)) for call, old in zip(step.calls, inputs, strict=True)]
+    calls = [_layer_of(call) for call in step.calls]
     traced = LmStep(step.model, calls, step.workload)
     with patch.object(mx, "gather_mm", _gathered(mx.gather_mm)):
         size = step.peak_of(traced.run, traced.inputs, passing=traced.held, compile=True)
+    basis: Basis = "exact" if step.backend == "cpu" else "bound"
     return tuple(
-        replace(t, size_bytes=size, basis="exact") if t.phase == "backward" else t for t in closed
+        replace(t, size_bytes=size, basis=basis) if t.phase == "backward" else t for t in closed
     )
+
+
+def _layer_of(call: _Call) -> tuple[nn.Module, Callable[..., mx.array], list[mx.array]]:
+    """A layer, its output for other inputs than those it is called with, and its masks."""
+    first = differentiable(call.args)[0]
+    masks = [a for a in arrays(call.args) if a is not first]
+
+    def run(*given: mx.array) -> mx.array:
+        args, kwargs = substituted(call.args, [first, *masks], given)
+        return arrays(call.layer(*args, **kwargs))[0]
+
+    return call.layer, run, masks
 
 
 def _train(model: nn.Module, workload: TrainingWorkload) -> None:

@@ -8,7 +8,7 @@ from uma.cli import options as opt
 from uma.cli.app import SETTINGS
 from uma.cli.lora.eval import evaluate
 from uma.cli.lora.fuse import fuse
-from uma.cli.lora.options import BatchSize, Data, MaskPrompt, MaxSeqLength, Overlong
+from uma.cli.lora.options import BatchSize, Config, Data, MaskPrompt, MaxSeqLength, Overlong
 from uma.cli.lora.peft import export, import_
 from uma.cli.lora.status import status
 from uma.cli.lora.train import train
@@ -36,6 +36,7 @@ def check(
     model_argument: opt.Model = None,
     data: Data = None,
     model: opt.ModelOption = None,
+    config: Config = None,
     mask_prompt: MaskPrompt = False,
     max_seq_length: MaxSeqLength = 2048,
     overlong: Overlong = "truncate",
@@ -52,6 +53,7 @@ def check(
     Examples:
       uma lora check --data ./data
       uma lora check qwen3-4b --data ./data --mask-prompt --max-seq-length 1024
+      uma lora check -c lora.yaml
     """
     from uma.cli.lora.data import checked, data_folder, tokenizer_of
 
@@ -64,6 +66,7 @@ def check(
         max_seq_length=max_seq_length,
         overlong=overlong,
         quiet=json,
+        count_roles=True,
     )
     from uma.report.dataset import check_json, check_text
 

@@ -1,10 +1,11 @@
-"""The options of ``uma lora train``, and the command line that says the same."""
+"""The options of ``uma lora train``: handed to a child, or written as a command line."""
 
+import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,9 +13,16 @@ if TYPE_CHECKING:
     from uma.workload import Method
 
 
+INTERRUPTED = 130
+"""The exit code of a run that was asked to save and leave."""
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The options of ``uma lora train``, under their own names; sizes as they were written."""
+    """The options of ``uma lora train``, under their own names; sizes as they were written.
+
+    Of ``iters`` and ``epochs`` one is ``None``.
+    """
 
     model: str | None
     data: Path
@@ -25,7 +33,7 @@ class Asked:
     scale: float
     dropout: float
     keys: list[str] | None
-    iters: int
+    iters: int | None
     epochs: int | None
     batch_size: int
     grad_accumulation_steps: int
@@ -72,24 +80,43 @@ class Asked:
         return self.json or self.progress == "json"
 
 
-ONLY_HERE = {"dry_run", "detach", "json", "progress", "wait", "yes"}
-"""Options that say how this command runs, and nothing of the training."""
+ONLY_HERE = {"dry_run", "json", "progress", "wait", "yes"}
+"""Options that say how this command runs, and nothing of the training. A run that was detached
+goes on detached."""
 
 
-def arguments(asked: Asked, defaults: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
+HANDED = "UMA_TRAINING_ASKED"
+"""Variable by which a child is given exactly these options, whatever its settings say."""
+
+_ALWAYS = ("adapter_path", "iters")
+
+
+def handed(asked: Asked) -> str:
+    """The options as JSON, good in any folder."""
+    texts = {"data": str(asked.data.absolute()), "adapter_path": str(asked.adapter_path.absolute())}
+    return json.dumps(asdict(asked) | texts)
+
+
+def taken(text: str) -> Asked:
+    """The options that were handed over."""
+    found = json.loads(text)
+    paths = {name: Path(found[name]) for name in ("data", "adapter_path")}
+    return Asked(**found | paths)
+
+
+def arguments(asked: Asked, defaults: Mapping[str, Any]) -> list[str]:
     """The arguments of ``uma`` that ask for the same from any folder.
 
-    Options that have their ``defaults`` are left out. Without defaults all are given, so that
-    no variable and no ``config.toml`` speaks for them.
+    Options that have their ``defaults`` are left out, unless a variable sets them otherwise.
     """
     found = ["lora", "train"]
     if asked.model is not None:
         found.append(_absolute(asked.model))
     for field in fields(asked):
         value = getattr(asked, field.name)
-        default = None if field.name == "adapter_path" else defaults.get(field.name)
+        said = field.name in _ALWAYS or f"UMA_{field.name.upper()}" in os.environ
         # By identity: a 0 that is asked for equals False.
-        unsaid = value is None or value is False or value == default
+        unsaid = value is None or value is False or (value == defaults[field.name] and not said)
         if field.name != "model" and not unsaid:
             found += _option(field.name, value)
     return found

@@ -11,17 +11,23 @@ from typing import Any
 
 import typer
 
+from uma.cli.lora.asked import Asked
+from uma.cli.lora.precedence import FROM_FILE
 from uma.cli.progress import say
 from uma.errors import UsageError
 
 _ADAPTER = ("rank", "scale", "dropout", "keys")
+_FORMER = {"lora_layers": "num_layers", "training_mode": "fine_tune_type"}
+"""Keys of former versions of mlx-lm and of its forks, and what they are now."""
 _FEATURES = ("prompt_feature", "completion_feature", "text_feature", "chat_feature")
-OPTIMIZERS = ("adam", "adamw", "adamw8bit", "adafactor", "lion", "muon", "sgd")
+_LARGEST = 1 << 20  # bytes of a file of settings
 _NEVER = ("config", "help", "model_argument", "json", "dry_run", "detach", "progress", "yes")
 
 
 def use_config(context: typer.Context, path: Path | None) -> Path | None:
     """Take the file's values for the options that the command line does not give.
+
+    Other commands than ``train`` pass over what is its alone.
 
     Raises:
         UsageError: If it cannot be read, or has a key or value that is not known.
@@ -29,27 +35,35 @@ def use_config(context: typer.Context, path: Path | None) -> Path | None:
     if path is None:
         return None
     options = {p.name: p for p in context.command.params if p.name not in _NEVER}
+    training = "iters" in options
     values: dict[str, Any] = {}
     for key, value in _read(path).items():
         name = str(key).replace("-", "_")
-        if name in _SPECIAL:
-            values |= _SPECIAL[name](path, value)
-        elif name in options:
+        if name in options and name not in _SPECIAL:
             values[name] = value
-        else:
-            known = sorted({*filter(None, options), *_SPECIAL})
-            raise UsageError(f"{path}: unknown key {key!r}; known: {', '.join(known)}")
+        elif name in _SPECIAL:
+            values |= _SPECIAL[name](path, value) if training or name == "hf_dataset" else {}
+        elif training or name in _NEVER or name not in Asked.__dataclass_fields__:
+            raise UsageError(
+                f"{path}: unknown key {key!r}; {_meant(name, {*map(str, options), *_SPECIAL})}"
+            )
     for name, value in values.items():
         _require(path, options[name], name, value)
         if getattr(options[name], "multiple", False) and value is not None:
             values[name] = value if isinstance(value, list) else [value]
-    context.default_map = {**(context.default_map or {}), **_given(values)}
+    # ``null`` is mlx_lm's own default, and says nothing.
+    values = {name: value for name, value in values.items() if value is not None}
+    context.meta[FROM_FILE] = frozenset(values)
+    context.default_map = {**(context.default_map or {}), **values}
     return path
 
 
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """Without those that say nothing: ``null`` is mlx_lm's own default."""
-    return {name: value for name, value in values.items() if value is not None}
+def _meant(name: str, known: set[str]) -> str:
+    """The key that was meant, or all of them."""
+    from difflib import get_close_matches
+
+    near = _FORMER.get(name) or next(iter(get_close_matches(name, known, 1, 0.75)), None)
+    return f"did you mean {near}?" if near else f"known: {', '.join(sorted(known))}"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -59,10 +73,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError("--config needs PyYAML, which mlx-lm brings: pip install pyyaml")
     yaml: Any = import_module("yaml")
     try:
-        found = yaml.load(path.read_text(encoding="utf-8"), _loader(yaml))
+        with path.open("rb") as file:
+            content = file.read(_LARGEST + 1)
+        found = yaml.load(content.decode(), _loader(yaml)) if len(content) <= _LARGEST else None
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
         raise UsageError(f"--config {path} holds no keys with values")
@@ -70,10 +86,24 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _loader(yaml: Any) -> Any:
-    """YAML 1.1 reads ``1e-5`` as text; mlx_lm reads it as a number, and so do we."""
+    """YAML 1.1 reads ``1e-5`` as text; mlx_lm reads it as a number, and so do we.
+
+    Aliases, and keys that are given twice, are refused.
+    """
     import re
 
-    Loader: Any = type("Loader", (yaml.SafeLoader,), {})
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):  # a few of them can stand for terabytes
+                raise yaml.YAMLError(f"*{self.peek_event().anchor} is an alias: write it out")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = [str(key.value).replace("-", "_") for key, _ in node.value]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise yaml.YAMLError(f"{twice[0]} is given twice")
+            return super().construct_mapping(node, deep)
+
     number = re.compile(r"[-+]?(\d[\d_]*)(\.\d*)?([eE][-+]?\d+)|[-+]?\d+\.\d*|[-+]?\.\d+")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
     return Loader
@@ -91,6 +121,8 @@ def _require(path: Path, option: Any, name: str, value: Any) -> None:
                 raise ValueError(f"{one!r} instead of one value")
             if isinstance(one, bool) is not bool(getattr(option, "is_flag", False)):
                 raise ValueError(f"{one!r} is not {'true or false' if option.is_flag else 'right'}")
+            if isinstance(one, float) and one.is_integer():
+                one = int(one)  # 1e3
             option.type.convert(one if isinstance(one, str) else str(one), option, None)
         except Exception as error:  # of typer's own copy of click
             raise UsageError(f"{path}: {name}: {getattr(error, 'message', error)}") from None
@@ -215,8 +247,6 @@ def check_optimizer(
     Raises:
         UsageError, RuntimeUnavailable: As the optimizer and the trackers do.
     """
-    if optimizer not in OPTIMIZERS:
-        raise UsageError(f"unknown optimizer {optimizer!r}; known: {', '.join(OPTIMIZERS)}")
     schedule = mapping_of(lr_schedule, "--lr-schedule")
     settings = settings_of(optimizer, optimizer_config)
     if schedule or settings:

@@ -68,6 +68,7 @@ def checked(
     overlong: "Overlong",
     quiet: bool,
     only: Sequence[str] = (),
+    count_roles: bool = False,
 ) -> "dict[str, Split]":
     """Every file of a data folder, or those of ``only``, read and tokenized.
 
@@ -88,6 +89,7 @@ def checked(
                 mask_prompt=mask_prompt,
                 max_seq_length=max_seq_length,
                 overlong=overlong,
+                count_roles=count_roles,
                 progress=show,
             )
     return splits

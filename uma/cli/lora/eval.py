@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from uma.cli import options as opt
-from uma.cli.lora.options import BatchSize, Data, MaskPrompt, MaxSeqLength, Overlong
+from uma.cli.lora.options import BatchSize, Config, Data, MaskPrompt, MaxSeqLength, Overlong
 from uma.cli.options import chosen_model
 from uma.errors import UsageError
 
@@ -21,6 +21,7 @@ def evaluate(
     model_argument: opt.Model = None,
     data: Data = None,
     model: opt.ModelOption = None,
+    config: Config = None,
     adapter_path: Annotated[
         Path | None, typer.Option(help="Folder of an adapter; without, the model alone.")
     ] = None,
@@ -52,13 +53,17 @@ def evaluate(
       uma lora eval --data ./data
       uma lora eval llama-3-8b --data ./data --adapter-path ./run1 --mask-prompt --split test
     """
+    from uma.checkpoint.adapter import adapter_header
     from uma.cli.lora.data import checked, data_folder, tokenizer_of
-    from uma.cli.lora.model import form_that_fits, heavy, loaded_model, require_adapter
-    from uma.cli.progress import progress
+    from uma.cli.lora.model import form_that_fits, heavy, loaded_model
+    from uma.cli.progress import progress, say
     from uma.dataset.check import require_examples
 
     if adapter_path is not None:
-        require_adapter(adapter_path)
+        adapter_header(adapter_path)
+        given = {"mask_prompt": mask_prompt, "max_seq_length": max_seq_length, "overlong": overlong}
+        for line in _trained_otherwise(adapter_path, given):
+            say(f"note: {line}", json)
     folder = data_folder(data, quiet=json)
     name = chosen_model(context, model_argument, model)
     source, encoder = tokenizer_of(name, quiet=json, yes=yes)
@@ -85,6 +90,16 @@ def evaluate(
         "adapter_path": None if adapter_path is None else str(adapter_path),
     }
     _print(base, adapted, about if json else None)
+
+
+def _trained_otherwise(adapter: Path, given: dict[str, Any]) -> list[str]:
+    """What the run that made the adapter was asked otherwise: its numbers are of other tokens."""
+    from uma.measurement.run_folder import BEST, checkpoints, differences, read_state
+
+    kept = checkpoints(adapter.parent if adapter.name == BEST else adapter)
+    settings = read_state(kept[-1]).settings if kept else given
+    trained = {name: settings.get(name, value) for name, value in given.items()}
+    return [f"in training {line} here" for line in differences(trained, given)]
 
 
 def _names(folder: Path, asked: Sequence[str] | None) -> Sequence[str]:

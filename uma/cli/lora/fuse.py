@@ -1,7 +1,9 @@
 """``uma lora fuse``: an adapter written into the weights, if it is still there afterwards."""
 
 import json as json_module
+import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,14 +73,17 @@ def fuse(
       uma lora fuse --adapter-path ./run1 -o ./fused
       uma lora fuse llama-3-8b --adapter-path ./run1 -o ./fused --bits 8 --data ./data
     """
+    from uma.checkpoint.adapter import adapter_header
     from uma.cli.convert import require_new
     from uma.cli.lora.data import tokenizer_of
-    from uma.cli.lora.model import form_that_fits, heavy, require_adapter
+    from uma.cli.lora.model import form_that_fits, heavy
 
     if save_path is None:
         raise UsageError("give a folder to write: --save-path FOLDER")
     require_new(save_path)
-    require_adapter(adapter_path)
+    if gguf_path is not None:
+        _require_new_file(gguf_path, export_gguf, save_path)
+    adapter_header(adapter_path)
     form = _form(bits, group_size, dequantize)
     name = chosen_model(context, model_argument, model)
     source, encoder = tokenizer_of(name, quiet=json, yes=yes)
@@ -98,6 +103,23 @@ def fuse(
             file = gguf_path or save_path / "ggml-model-f16.gguf"
             written |= {"gguf": str(file), "gguf_bytes": write_gguf(save_path, file)}
     _print(written | {"folder": str(save_path), "model": source.name}, json)
+
+
+def _require_new_file(path: Path, export_gguf: bool, save_path: Path) -> None:
+    """Refuse a GGUF file that cannot be written there, before anything is loaded.
+
+    It may lie in the folder that will be made.
+
+    Raises:
+        UsageError: With what to give instead.
+    """
+    if not export_gguf:
+        raise UsageError("--gguf-path is of --export-gguf: add it")
+    if os.path.lexists(path):
+        raise UsageError(f"{path} exists; it is not written over: give another --gguf-path")
+    folder = path.absolute().parent
+    if folder != save_path.absolute() and not folder.is_dir():
+        raise UsageError(f"{path.parent} is no folder; make it first")
 
 
 def _form(bits: int | None, group_size: int | None, dequantize: bool) -> "Form":
@@ -144,10 +166,11 @@ def _rows(data: Path | None, encoder: "Encoder") -> Sequence[Sequence[int]]:
         rows = plain = list(read_rows(files.get("valid", files["train"])).rows[:ROWS])
     if not rows:
         raise DataError("--data has no row that can be used; see uma lora check")
+    encoded = partial(example_of, encoder=encoder, mask_prompt=False, count_roles=False)
     try:
-        found = [example_of(row, encoder, mask_prompt=False) for row in rows]
+        found = [encoded(row) for row in rows]
     except UnsupportedModel:  # no chat template
-        found = [example_of(row, encoder, mask_prompt=False) for row in plain]
+        found = [encoded(row) for row in plain]
     return [example.tokens[:ROW_TOKENS] for example in found]
 
 

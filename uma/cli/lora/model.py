@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from uma.cli.options import RunOptions
 from uma.cli.progress import progress, say
-from uma.errors import CheckpointError, DoesNotFit
+from uma.errors import DoesNotFit
 from uma.units import format_gib
 
 if TYPE_CHECKING:
@@ -37,16 +37,6 @@ def heavy(command: str, *, quiet: bool, wait: bool, allow_concurrent: bool) -> I
         if note is not None:
             say(f"note: {note}", quiet)
         yield
-
-
-def require_adapter(folder: Path) -> None:
-    """Refuse a folder without an adapter before a model is loaded for it.
-
-    Raises:
-        CheckpointError: If ``adapter_config.json`` is not there.
-    """
-    if not (folder / "adapter_config.json").is_file():
-        raise CheckpointError(f"{folder} holds no adapter: it has no adapter_config.json")
 
 
 def form_that_fits(

@@ -20,6 +20,7 @@ MaxSeqLength = Annotated[int, typer.Option(min=2, help="Longest row, in tokens."
 Overlong = Annotated[
     Literal["truncate", "split", "drop"], typer.Option(help="What to do with longer rows.")
 ]
+Optimizer = Literal["adam", "adamw", "adamw8bit", "adafactor", "lion", "muon", "sgd"]
 LrSchedule = Annotated[
     str | None,
     typer.Option(

@@ -8,6 +8,7 @@ import typer
 
 from uma.cli import options as opt
 from uma.cli.options import chosen_model
+from uma.cli.progress import say
 from uma.errors import UsageError
 
 AdapterPath = Annotated[Path | None, typer.Option(help="Folder of the adapter to convert.")]
@@ -72,7 +73,10 @@ def export(
     from uma.runtime.load import open_model
     from uma.runtime.lora.peft_export import save_peft, to_peft
 
-    config, arrays = to_peft(folder, open_model(source.path)[0], base_name or source.repo)
+    base = base_name or source.repo
+    if base is None:
+        say("note: the adapter will not say which model it is for; --base-name names one", json)
+    config, arrays = to_peft(folder, open_model(source.path)[0], base)
     save_peft(out, config, arrays)
     _print(out, arrays, source.name, json)
 
@@ -85,14 +89,14 @@ def _asked(
     Raises:
         UsageError: If one is not given, or the folder to write exists.
     """
+    from uma.checkpoint.adapter import require_config
     from uma.cli.convert import require_new
     from uma.cli.lora.data import model_on_disk
-    from uma.cli.lora.model import require_adapter
 
     if adapter_path is None or save_path is None:
         raise UsageError("give the adapter and a folder: --adapter-path FOLDER -o NEW")
     require_new(save_path)
-    require_adapter(adapter_path)
+    require_config(adapter_path)
     return model_on_disk(name, quiet=quiet, yes=yes), adapter_path, save_path
 
 

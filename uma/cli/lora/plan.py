@@ -1,6 +1,8 @@
 """The plan of ``uma lora train``: from its options and the data to memory, cuts and hours."""
 
 import json as json_module
+import re
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,18 +12,23 @@ from uma.cli.progress import say
 from uma.errors import DoesNotFit, UsageError
 
 if TYPE_CHECKING:
+    from uma.architecture.layers import Architecture
     from uma.checkpoint.source import ModelSource
     from uma.dataset.check import Split
+    from uma.engines.mlx_training import Trained
     from uma.machine import Budget, Machine
     from uma.plan.fine_tuning import Cut, FineTuningPlan, Rows
     from uma.plan.inference import Form
     from uma.plan.training.time import Duration
+    from uma.runtime.lora.adapter import Adapter
     from uma.runtime.lora.train import Course
     from uma.speed import NotKnown
     from uma.workload import TrainingWorkload
 
 _OPTIMIZERS = {"adamw8bit": "adamw-8bit"}
 """Our names of optimizers, in the words of estimates where they differ."""
+
+_OF_ONE_LAYER = re.compile(r"\.\d+\.")
 
 MOST_ITERATIONS = 9_999_999
 """Checkpoints are named by seven digits."""
@@ -30,13 +37,17 @@ MOST_ITERATIONS = 9_999_999
 def print_plan(asked: Asked) -> int:
     """``--dry-run``: the data is read, the weights are not. The exit code."""
     from uma.cli.lora.data import tokenizer_of
+    from uma.cli.lora.result import tell_nothing_left
     from uma.cli.session import live_machine
     from uma.report.fine_tuning import plan_json, plan_text
 
     source, encoder = tokenizer_of(asked.model, quiet=asked.quiet, yes=asked.yes)
     splits = read_splits(asked, encoder)
-    plan = planned(asked, source, splits, live_machine())
-    time = duration_of(asked, plan, course_of(asked, splits))
+    if (reason := nothing_left(asked, splits)) is not None:
+        return tell_nothing_left(asked, reason)
+    cut, done = begun(asked)
+    plan = planned(asked, source, splits, live_machine(), cut)
+    time = duration_of(asked, plan, course_of(asked, splits), done)
     if asked.json:
         print(json_module.dumps(plan_json(plan, time, source.name), indent=2))
     else:
@@ -54,7 +65,8 @@ def read_splits(asked: Asked, encoder: Any) -> "dict[str, Split]":
         DataError: If a row cannot be used, or nothing is left to train on.
     """
     from uma.cli.lora.data import checked
-    from uma.dataset.check import findings, require_examples
+    from uma.cli.lora.doubts import doubts
+    from uma.dataset.check import findings, require_examples, split_files
 
     splits = checked(
         asked.data,
@@ -63,13 +75,49 @@ def read_splits(asked: Asked, encoder: Any) -> "dict[str, Split]":
         max_seq_length=asked.max_seq_length,
         overlong=asked.overlong,
         quiet=asked.quiet,
+        only=[n for n in ("train", "valid") if n == "train" or n in split_files(asked.data)],
     )
-    for name in ("train", "valid"):
-        if name in splits:
-            require_examples(splits[name])
-    for line in findings(splits, asked.batch_size):
+    for split in splits.values():
+        require_examples(split)
+    updates = -(-course_of(asked, splits).iters // asked.grad_accumulation_steps)
+    for line in [*findings(splits, asked.batch_size), *doubts(asked, updates)]:
         say(f"note: {line}", asked.quiet)
     return splits
+
+
+def begun(asked: Asked) -> "tuple[Cut | None, int]":
+    """How a resumed run was cut until now, and how many batches are done."""
+    from uma.measurement.run_folder import checkpoints, last_plan, read_state
+    from uma.plan.fine_tuning import Cut
+
+    if not asked.resume:
+        return None, 0
+    done = read_state(checkpoints(asked.adapter_path)[-1]).progress.iteration
+    plan = last_plan(asked.adapter_path)
+    return (Cut(**plan["cut"]) if "cut" in plan else None), done
+
+
+def nothing_left(asked: Asked, splits: "dict[str, Split]") -> str | None:
+    """Why a resumed run has nothing left to do, if it has not."""
+    from uma.measurement.run_folder import checkpoints, read_state
+    from uma.runtime.lora.train import exhausted
+
+    if not asked.resume:
+        return None
+    progress = read_state(checkpoints(asked.adapter_path)[-1]).progress
+    course = course_of(asked, splits)
+    more = "iters" if asked.epochs is None else "epochs"
+    if progress.iteration >= course.iters:
+        return (
+            f"nothing is left to do: {progress.iteration:,} iterations are done of {course.iters:,}"
+            f"; give more --{more}"
+        )
+    if exhausted(course, progress):
+        return (
+            f"nothing is left to do: of {progress.worse} validations none had a lower loss; give a "
+            "larger --patience"
+        )
+    return None
 
 
 def planned(
@@ -85,12 +133,14 @@ def planned(
         UnsupportedModel: If the model's layers are not known.
     """
     from uma.architecture import architecture_from_config
-    from uma.plan.fine_tuning import Cut, FineTuning, plan_fine_tuning
+    from uma.plan.fine_tuning import Cut, FineTuning, plan_fine_tuning, require_packable
     from uma.plan.forms import forms_of
     from uma.quantization import quantization_of_config
 
     config = source.config or {}
     architecture = architecture_from_config(config)
+    if asked.packing:
+        require_packable(architecture)
     stored = quantization_of_config(config)
     wide = asked.dequantize == "always"
     # A base in 16 bits is trained as it is.
@@ -107,11 +157,61 @@ def planned(
     tried = {"always": forms[:1], "never": forms[-1:], "auto": (forms[0], forms[-1])}
     for form in tried[asked.dequantize]:
         workload = workload_of(asked, form)
-        case = FineTuning(architecture, form, machine, budget, workload, rows)
+        unknown = _not_modelled(asked, architecture, workload, trained_of(asked, source, form))
+        case = FineTuning(architecture, form, machine, budget, workload, rows, unknown)
         plan = plan_fine_tuning(case, cut or Cut(), smaller=asked.budget is not None)
         if plan.ledger.verdict != "exceeds":
             break
     return plan
+
+
+def trained_of(asked: Asked, source: "ModelSource", form: "Form") -> "list[Trained]":
+    """The arrays that would train, found by putting the adapter on the model, not yet read.
+
+    Raises:
+        UsageError, UnsupportedModel: If it cannot be put, which is known before anything is loaded.
+    """
+    from uma.engines.mlx_training import Trained
+    from uma.runtime.lora.adapter import adapted
+
+    assert source.path is not None
+    found = adapted(source.path, adapter_of(asked), float32=form.kind == "float32")
+    return [Trained(tuple(value.shape), value.itemsize) for value in found.values()]
+
+
+def _not_modelled(
+    asked: Asked,
+    architecture: "Architecture",
+    workload: "TrainingWorkload",
+    trained: "list[Trained]",
+) -> str:
+    """What the terms of ``workload`` leave out of what would be trained, if anything."""
+    from uma.cli.lora.config import settings_of
+    from uma.engines.mlx_training import trained_arrays
+
+    settings = settings_of(asked.optimizer, asked.optimizer_config) or {}
+    if asked.optimizer == "adafactor" and settings.get("beta_1") is not None:
+        return "Adafactor with beta_1 keeps an average of all gradients too"
+    counted = []
+    with suppress(UsageError):  # nothing of it is in the layers
+        counted = trained_arrays(architecture, workload)
+    of_one = any(_OF_ONE_LAYER.search(key) for key in asked.keys or ())
+    if of_one or sum(a.size_bytes for a in counted) != sum(a.size_bytes for a in trained):
+        return "the adapter is not the same on all trained layers, and on nothing else"
+    return ""
+
+
+def adapter_of(asked: Asked) -> "Adapter":
+    from uma.runtime.lora.adapter import Adapter
+
+    return Adapter(
+        method=asked.fine_tune_type,
+        num_layers=asked.num_layers,
+        rank=asked.rank,
+        scale=asked.scale,
+        dropout=asked.dropout,
+        keys=tuple(asked.keys) if asked.keys else None,
+    )
 
 
 def _budget(asked: Asked, machine: "Machine") -> "Budget":
@@ -144,14 +244,19 @@ def workload_of(asked: Asked, form: "Form") -> "TrainingWorkload":
 def rows_of(asked: Asked, splits: "dict[str, Split]") -> "Rows":
     """What fills the rows of batches: examples, or several that are packed."""
     from uma.dataset.packing import packs
-    from uma.plan.fine_tuning import Rows
+    from uma.plan.fine_tuning import Rows, packed_row
 
-    rows = [(len(e.tokens) - 1, e.targets) for e in splits["train"].fitted.examples]
-    if asked.packing:
-        packed = packs([inputs for inputs, _ in rows], asked.max_seq_length)
-        rows = [(sum(rows[n][0] for n in row), sum(rows[n][1] for n in row)) for row in packed]
-    valid = splits["valid"].fitted.examples if "valid" in splits else ()
-    return Rows(tuple(rows), tuple((len(e.tokens) - 1, e.targets) for e in valid), asked.batch_size)
+    train, valid = (
+        tuple((len(e.tokens) - 1, e.targets) for e in splits[name].fitted.examples)
+        if name in splits
+        else ()
+        for name in ("train", "valid")
+    )
+    if not asked.packing:
+        return Rows(train, valid, asked.batch_size)
+    packed = packs([inputs for inputs, _ in train], asked.max_seq_length)
+    rows = tuple(tuple(train[n] for n in row) for row in packed)
+    return Rows(tuple(map(packed_row, rows)), valid, asked.batch_size, rows)
 
 
 def course_of(
@@ -161,7 +266,7 @@ def course_of(
     from uma.runtime.lora.train import Course
 
     batches = -(-len(rows_of(asked, splits).train) // asked.batch_size)
-    iters = asked.iters if asked.epochs is None else asked.epochs * batches
+    iters = asked.iters or (asked.epochs or 0) * batches
     if iters > MOST_ITERATIONS:
         raise UsageError(
             f"{'--iters' if asked.epochs is None else '--epochs'} asks for {iters:,} iterations; "
@@ -185,6 +290,7 @@ def course_of(
     return replace(
         course,
         pass_tokens=plan.pass_tokens,
+        row_tokens=plan.cut.row_tokens,
         loss_rows=plan.loss_rows,
         attention_slice_bytes=plan.cut.attention_slice_bytes,
     )

@@ -13,9 +13,14 @@ from uma.units import format_gib
 if TYPE_CHECKING:
     from uma.checkpoint.source import ModelSource
     from uma.ledger import Ledger
+    from uma.measurement.run_folder import Progress
     from uma.plan.fine_tuning import FineTuningPlan
     from uma.runtime.load import LoadedModel
     from uma.runtime.lora.run import Result
+
+
+PLANNED = 0.05
+"""From so much above its plan on a run is told to have needed more."""
 
 
 def tell_result(
@@ -36,15 +41,54 @@ def tell_result(
 
     print(ledger_text(_measured(plan, loaded, result), plan.case.budget.winner) + "\n")
     print(", ".join(_parts(asked, document, result)))
+    over = result.held.peak_bytes / plan.ledger.predicted_peak_bytes - 1
+    if over > PLANNED and plan.ledger.verdict != "unknown":
+        print(f"note: it took {over:.0%} more than planned; leave as much free next time")
     if result.ending == "stopped":
         print(f"stopped; continue with the same command and --resume ({asked.adapter_path})")
+
+
+def tell_nothing_left(asked: Asked, reason: str) -> int:
+    """Print where a run stands of which nothing is left to do, and write nothing; the exit code."""
+    from uma.measurement.run_folder import checkpoints, read_state
+    from uma.report import SCHEMA_VERSION
+
+    if not asked.json:
+        print(f"{asked.adapter_path}: {reason}")
+        return 0
+    unknown = ("tokens_per_s", "s_per_iter", "trainable_parameters", "model", "machine", "ledger")
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "ending": "done",
+        **_progress_json(read_state(checkpoints(asked.adapter_path)[-1]).progress),
+        **dict.fromkeys(unknown),
+        "adapter_path": str(asked.adapter_path),
+        "settings": _settings_json(asked),
+        "notes": [reason],
+    }
+    print(json_module.dumps(document, indent=2))
+    return 0
+
+
+def _progress_json(done: "Progress") -> dict[str, Any]:
+    return {
+        "iters": done.iteration,
+        "train_loss": done.train_loss,
+        "val_loss": done.val_loss,
+        "best_val_loss": done.best_val_loss,
+        "best_iteration": done.best_iteration,
+        "trained_tokens": done.trained_tokens,
+    }
+
+
+def _settings_json(asked: Asked) -> dict[str, Any]:
+    return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(asked).items()}
 
 
 def _measured(plan: "FineTuningPlan", loaded: "LoadedModel", result: "Result") -> "Ledger":
     """The terms of the plan beside what of them was measured.
 
-    Of a phase with several temporaries only the peak is known, and of the phases of a step only
-    the highest.
+    Of a phase with several temporaries only the peak is known.
     """
     held, terms = result.held, plan.ledger.terms
     measured = {
@@ -52,11 +96,12 @@ def _measured(plan: "FineTuningPlan", loaded: "LoadedModel", result: "Result") -
         ("adapters", "always"): held.adapter_bytes,
         ("optimizer_states", "always"): held.optimizer_bytes,
     }
-    always = sum(measured.values())
     for phase, size in held.peaks.items():
-        own = [term for term in terms if term.phase == phase]
-        if len(own) == 1 and own[0].basis != "exact":
-            measured[own[0].name, phase] = max(0, size - always)
+        there = [term for term in terms if term.phase in (phase, "always")]
+        own = [term for term in there if term.phase == phase and term.basis != "exact"]
+        if len(own) == 1:
+            sizes = [measured.get((t.name, t.phase), t.size_bytes) for t in there if t != own[0]]
+            measured[own[0].name, phase] = max(0, size - sum(sizes))
     return replace(plan.ledger, measured=measured, measured_peak_bytes=held.peak_bytes)
 
 
@@ -72,20 +117,14 @@ def _document(
     from uma.report.plan import machine_json
     from uma.runtime.versions import versions
 
-    done, held = result.progress, result.held
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(asked).items()}
+    held = result.held
     peaks = {f"{name}_peak_bytes": size for name, size in held.peaks.items()}
     return {
         "schema_version": SCHEMA_VERSION,
         "ending": result.ending,
-        "iters": done.iteration,
-        "train_loss": done.train_loss,
-        "val_loss": done.val_loss,
-        "best_val_loss": done.best_val_loss,
-        "best_iteration": done.best_iteration,
+        **_progress_json(result.progress),
         "tokens_per_s": result.tokens_per_s,
         "s_per_iter": result.s_per_iter,
-        "trained_tokens": done.trained_tokens,
         "trainable_parameters": result.trainable_parameters,
         "adapter_path": str(asked.adapter_path),
         "model": {
@@ -95,7 +134,7 @@ def _document(
             "weights_bytes": loaded.weights_bytes,
         },
         "machine": machine_json(plan.case.machine),
-        "settings": settings,
+        "settings": _settings_json(asked),
         "versions": versions(),
         "batches": batches_json(plan),
         "ledger": _measured(plan, loaded, result).to_json()
@@ -138,7 +177,9 @@ def _parts(asked: Asked, document: dict[str, Any], result: "Result") -> Iterator
         yield f"loss {done.train_loss:.3f}"
     if done.val_loss is not None:
         yield f"validation loss {done.val_loss:.3f}"
-    if done.best_iteration is not None and done.best_iteration != done.iteration:
+    if done.best_iteration == 0:
+        yield f"no adapter was better than the untouched model, which had {done.best_val_loss:.3f}"
+    elif done.best_iteration is not None and done.best_iteration != done.iteration:
         yield (
             f"lowest {done.best_val_loss:.3f} at iteration {done.best_iteration:,} "
             f"(in {asked.adapter_path / 'best'})"

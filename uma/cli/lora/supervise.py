@@ -1,15 +1,17 @@
 """The process that a person started: it lets a child train, and says how that ended."""
 
+import json as json_module
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from uma.cli.lora.asked import Asked, arguments
-from uma.cli.progress import say
+from uma.cli.lora.asked import HANDED, INTERRUPTED, Asked, handed
+from uma.cli.progress import SHOWN, say
 from uma.errors import UmaError
 from uma.units import format_gib
 
@@ -17,49 +19,41 @@ if TYPE_CHECKING:
     from uma.measurement.run_status import Status
     from uma.runtime.lora.supervise import Cause, Ended
 
-INTERRUPTED = 130
 OUTPUT = "output.txt"
 POLL_S = 0.2
+_TRAIN = (sys.executable, "-m", "uma", "lora", "train")
 
 
 def supervise(asked: Asked) -> int:
     """Train in a child; with ``--auto-resume`` in another, with less at a time. The exit code."""
+    from uma.measurement.run_folder import events
     from uma.runtime.lora.supervise import cause_of, run_child
 
-    _require_idle(asked)
     asked = _on_disk(asked)
     while True:
-        ended = run_child(_uma(arguments(asked)), allow_sleep=asked.allow_sleep)
+        begun = _begins(events(asked.adapter_path))
+        given = {HANDED: handed(asked), SHOWN: "1" if sys.stderr.isatty() else ""}
+        ended = run_child(_TRAIN, given, allow_sleep=asked.allow_sleep)
         cause = cause_of(ended)
         if ended.output:
             print(ended.output, end="", flush=True)
         if cause is None:
+            if ended.code not in (0, INTERRUPTED) and _begins(events(asked.adapter_path)) > begun:
+                _tell_kept(asked.adapter_path)
             return _code(ended)
         _tell(asked, ended, cause)
-        again = _smaller(asked) if asked.auto_resume and cause.smaller_helps else None
+        wanted = asked.auto_resume and cause.smaller_helps and not ended.asked_to_stop
+        again = _smaller(asked) if wanted else None
         if again is None:
             return 1
         say(f"going on with {again.micro_batch} of the longest rows at once", asked.quiet)
         asked = again
 
 
-def _uma(arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", "uma", *arguments]
-
-
 def _code(ended: "Ended") -> int:
     if ended.code >= 0:
         return ended.code
     return INTERRUPTED if ended.asked_to_stop else 1
-
-
-def _require_idle(asked: Asked) -> None:
-    """Refuse a folder in which another process trains, before anything is read."""
-    from uma.measurement.run_folder import held
-
-    if asked.adapter_path.is_dir():
-        with held(asked.adapter_path):
-            pass
 
 
 def _on_disk(asked: Asked) -> Asked:
@@ -102,8 +96,11 @@ def _tell(asked: Asked, ended: "Ended", cause: "Cause") -> None:
 def _told(status: "Status", text: str, remedy: str, quote: str) -> Iterator[str]:
     from uma.report.run_status import kept_text
 
-    of = "" if status.iters is None else f" of {status.iters:,}"
-    yield f"uma: training ended after iteration {status.iteration:,}{of}: {text}"
+    at = "before its first step"
+    if status.iteration:
+        of = "" if status.iters is None else f" of {status.iters:,}"
+        at = f"after iteration {status.iteration:,}{of}"
+    yield f"uma: training ended {at}: {text}"
     if quote:
         yield f"last words: {quote}"
     if status.memory_bytes is not None and status.peak_memory_bytes is not None:
@@ -113,8 +110,21 @@ def _told(status: "Status", text: str, remedy: str, quote: str) -> Iterator[str]
         )
     yield f"kept: {kept_text(status)}"
     yield f"do: {remedy}"
+    yield from _continued(status)
+
+
+def _continued(status: "Status") -> Iterator[str]:
     if status.command is not None:
         yield f"continue: {status.command if status.checkpoint else 'the same command'}"
+
+
+def _tell_kept(folder: Path) -> None:
+    """What is left of a run that has said itself why it failed, and how to go on."""
+    from uma.measurement.run_status import read_status
+    from uma.report.run_status import kept_text
+
+    status = read_status(folder)
+    say("\n  ".join([f"  kept: {kept_text(status)}", *_continued(status)]))
 
 
 def _remedy(asked: Asked, cause: "Cause") -> str:
@@ -123,20 +133,20 @@ def _remedy(asked: Asked, cause: "Cause") -> str:
         return cause.remedy
     rows = _last_rows(asked)
     less = "a shorter --max-seq-length"
-    if rows is None or rows > 1:
-        half = "fewer rows at once" if rows is None else f"--micro-batch {-(-rows // 2)}"
-        less = f"{half} (--auto-resume goes on with that by itself), or {less}"
+    if rows > 1:
+        by_itself = "" if asked.auto_resume else " (--auto-resume goes on with that by itself)"
+        less = f"--micro-batch {-(-rows // 2)}{by_itself}, or {less}"
     if cause.cause in ("timeout", "interactivity", "gpu_hang"):
         return f"{cause.remedy} Or give {less}."
     return f"Give {less}, or end other programs."
 
 
-def _last_rows(asked: Asked) -> int | None:
-    """Rows at once of the last attempt."""
-    from uma.measurement.run_folder import events
+def _last_rows(asked: Asked) -> int:
+    """Rows at once of the last attempt, which may have ended before it said them."""
+    from uma.measurement.run_folder import last_plan
 
-    plans = [event["plan"] for event in events(asked.adapter_path) if event.get("plan")]
-    return plans[-1]["micro_batch"] if plans else None
+    most = asked.micro_batch or asked.batch_size
+    return int(min(most, last_plan(asked.adapter_path).get("micro_batch", most)))
 
 
 def _smaller(asked: Asked) -> Asked | None:
@@ -147,7 +157,7 @@ def _smaller(asked: Asked) -> Asked | None:
     from uma.measurement.run_folder import checkpoints
 
     rows = _last_rows(asked)
-    if rows is None or rows == 1:
+    if rows == 1:
         say("one row at once is the least: not tried again", asked.quiet)
         return None
     resume = bool(checkpoints(asked.adapter_path))
@@ -157,9 +167,8 @@ def _smaller(asked: Asked) -> Asked | None:
 def detach(asked: Asked) -> int:
     """Let another process supervise, without this terminal; wait until training has begun."""
     from uma.measurement.run_folder import events, unwritable
-    from uma.runtime.lora.supervise import DETACHED, child_environment
+    from uma.runtime.lora.supervise import child_environment
 
-    _require_idle(asked)
     asked = _on_disk(asked)
     folder = asked.adapter_path
     try:
@@ -170,11 +179,11 @@ def detach(asked: Asked) -> int:
     before, begun = output.tell(), _begins(events(folder))
     with output:
         process = subprocess.Popen(
-            _uma(arguments(replace(asked, detach=False))),
+            _TRAIN,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**child_environment(), DETACHED: "1"},
+            env={**child_environment(), HANDED: handed(asked)},
             start_new_session=True,
         )
     while process.poll() is None and _begins(events(folder)) == begun:
@@ -184,9 +193,20 @@ def detach(asked: Asked) -> int:
             file.seek(before)
             say(file.read().rstrip())
         return process.returncode
-    print(f"training goes on as process {process.pid}; uma lora status {folder.absolute()}")
-    print(f"it writes to {folder / OUTPUT}; kill {process.pid} saves and ends it")
+    _tell_detached(asked, process.pid)
     return 0
+
+
+def _tell_detached(asked: Asked, pid: int) -> None:
+    from uma.report import SCHEMA_VERSION
+
+    folder = asked.adapter_path.absolute()
+    if asked.json:
+        document = {"pid": pid, "run": str(folder), "output": str(folder / OUTPUT)}
+        print(json_module.dumps({"schema_version": SCHEMA_VERSION} | document, indent=2))
+        return
+    print(f"training goes on as process {pid}; uma lora status {folder}")
+    print(f"it writes to {folder / OUTPUT}; kill {pid} saves and ends it")
 
 
 def _begins(log: list[dict[str, Any]]) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from uma.cli import options as opt
-from uma.cli.lora.asked import Asked
+from uma.cli.lora.asked import HANDED, Asked, taken
 from uma.cli.lora.options import (
     BatchSize,
     Config,
@@ -15,6 +15,7 @@ from uma.cli.lora.options import (
     LrSchedule,
     MaskPrompt,
     MaxSeqLength,
+    Optimizer,
     OptimizerConfig,
     Overlong,
     ProjectName,
@@ -22,6 +23,8 @@ from uma.cli.lora.options import (
 )
 from uma.cli.options import chosen_model
 from uma.errors import UsageError
+
+MOST_SEED = 2**64 - 1  # of MLX
 
 
 def train(
@@ -39,7 +42,7 @@ def train(
     num_layers: Annotated[
         int, typer.Option(min=-1, help="Layers to train, from the last; -1 for all.")
     ] = 16,
-    rank: Annotated[int, typer.Option(min=1, help="Rank of the two factors.")] = 8,
+    rank: Annotated[int, typer.Option(min=1, max=65_536, help="Rank of the two factors.")] = 8,
     scale: Annotated[
         float, typer.Option(help="Factor on their product (alpha / rank elsewhere).")
     ] = 20.0,
@@ -60,9 +63,7 @@ def train(
     packing: Annotated[
         bool, typer.Option("--packing", help="Fill rows with several examples, each by itself.")
     ] = False,
-    optimizer: Annotated[
-        str, typer.Option(help="adam, adamw, adamw8bit, adafactor, lion, muon, sgd.")
-    ] = "adam",
+    optimizer: Annotated[Optimizer, typer.Option(help="What makes the updates.")] = "adam",
     learning_rate: Annotated[float, typer.Option(min=0, help="Its highest value.")] = 1e-5,
     warmup: Annotated[int, typer.Option(min=0, help="Updates until it is reached.")] = 0,
     cosine: Annotated[bool, typer.Option("--cosine", help="Let it fall to 0 at the end.")] = False,
@@ -71,7 +72,7 @@ def train(
     max_grad_norm: Annotated[
         float | None, typer.Option(min=0, help="Bound on the norm of the gradients.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of everything random.")] = 0,
     steps_per_report: Annotated[int, typer.Option(min=1, help="Batches a line.")] = 10,
     steps_per_eval: Annotated[int, typer.Option(min=1, help="Batches a validation.")] = 200,
     val_batches: Annotated[
@@ -138,16 +139,21 @@ def train(
     \b
     Examples:
       uma lora train --data ./data --iters 200
-      uma lora train llama-3-8b --data ./data --mask-prompt --epochs 3 --adapter-path ./run1
-      uma lora train llama-3-8b --data ./data --epochs 3 --adapter-path ./run1 --resume
+      uma lora train llama-3-8b --data ./data --mask-prompt --epochs 3 --adapter-path run1
+      uma lora train llama-3-8b --data ./data --mask-prompt --epochs 3 --adapter-path run1 --resume
       uma lora train llama-3-8b --data ./data --budget 24GiB --dry-run
     """
     given = locals()
+    if HANDED in os.environ:
+        raise typer.Exit(_child(taken(os.environ[HANDED])))
     from uma.cli.lora.config import check_optimizer
     from uma.cli.lora.data import data_folder
+    from uma.cli.lora.precedence import settled
+    from uma.measurement.run_folder import require_place
 
-    options = {name: given[name] for name in Asked.__dataclass_fields__}
+    options = settled(context, {name: given[name] for name in Asked.__dataclass_fields__})
     name = chosen_model(context, model_argument, model)
+    require_place(adapter_path, resume)
     asked = Asked(**options | {"model": name, "data": data_folder(data, quiet=json)})
     opt.require_numbers(
         scale=asked.scale, learning_rate=asked.learning_rate, max_grad_norm=asked.max_grad_norm
@@ -163,21 +169,26 @@ def train(
 
 
 def _dispatch(asked: Asked) -> int:
-    from uma.runtime.lora.supervise import DETACHED, PARENT
-
     if asked.dry_run:
         from uma.cli.lora.plan import print_plan
 
         return print_plan(asked)
+    from uma.cli.lora.supervise import detach, supervise
+
+    return detach(asked) if asked.detach else supervise(asked)
+
+
+def _child(asked: Asked) -> int:
+    """What a process does that another one of ours began: train for it, or without a terminal."""
+    from uma.runtime.lora.supervise import PARENT
+
     if PARENT in os.environ:
         from uma.cli.lora.work import work
 
         return work(asked, int(os.environ[PARENT]))
-    from uma.cli.lora.supervise import detach, supervise
+    from uma.cli.lora.supervise import supervise
 
-    # ``detach`` may stand in config.toml, where it would speak for the detached process too.
-    wanted = asked.detach and DETACHED not in os.environ
-    return detach(asked) if wanted else supervise(asked)
+    return supervise(asked)
 
 
 def defaults() -> dict[str, Any]:

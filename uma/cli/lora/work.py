@@ -5,60 +5,76 @@ import json as json_module
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from uma.cli.lora.asked import ONLY_HERE, Asked, arguments, written
+from uma.cli.lora.asked import INTERRUPTED, ONLY_HERE, Asked, arguments, written
 from uma.cli.progress import say
-from uma.errors import StorageError
+from uma.errors import StorageError, UmaError
 from uma.units import format_gib
 
 if TYPE_CHECKING:
     from uma.checkpoint.source import ModelSource
     from uma.dataset.check import Split
-    from uma.plan.fine_tuning import Cut, FineTuningPlan
+    from uma.plan.fine_tuning import FineTuningPlan
     from uma.runtime.load import LoadedModel
-    from uma.runtime.lora.run import Recipe, Result
-
-INTERRUPTED = 130
+    from uma.runtime.lora.run import Recipe, Result, Stop
 
 
 def work(asked: Asked, parent: int) -> int:
     """Train, and print how it went. It is saved and left when ``parent`` is gone."""
+    try:
+        return _work(asked, parent)
+    except UmaError as error:
+        _note_failure(asked.adapter_path, error)
+        raise
+
+
+def _note_failure(run: Path, error: UmaError) -> None:
+    """Keep for ``uma lora status`` why a run did not even begin."""
+    from uma.measurement.run_folder import append, events, failed
+    from uma.measurement.run_status import remember
+    from uma.paths import state_folder
+
+    if not any(event["event"] == "begin" for event in events(run)):
+        with suppress(OSError, UmaError):
+            append(run, failed(error))
+            remember(run, state_folder() / "runs")
+
+
+def _work(asked: Asked, parent: int) -> int:
     from uma.cli.lora.data import tokenizer_of
     from uma.cli.lora.model import heavy
-    from uma.runtime.lora.supervise import TERMINAL
+    from uma.cli.lora.result import tell_nothing_left, tell_result
 
-    if os.environ.get(TERMINAL):  # the parent shows what this process writes on its terminal
-        sys.stderr.isatty = lambda: True  # type: ignore[method-assign]
     source, encoder = tokenizer_of(asked.model, quiet=asked.quiet, yes=asked.yes)
-    from uma.runtime.lora.run import require_free
-
-    require_free(asked.adapter_path, asked.resume)
     with heavy(
         "uma lora train",
         quiet=asked.quiet,
         wait=asked.wait,
         allow_concurrent=asked.allow_concurrent,
     ):
-        from uma.cli.lora.plan import read_splits
+        from uma.cli.lora.plan import nothing_left, read_splits
 
         splits = read_splits(asked, encoder)
+        if (reason := nothing_left(asked, splits)) is not None:
+            return tell_nothing_left(asked, reason)
         plan = _plan(asked, source, splits)
-        _require_room(asked, plan)
+        _require_room(asked, source, plan)
         with _stop_signals() as seen:
-            loaded, result = _trained(
-                asked, source, splits, plan, lambda: bool(seen) or os.getppid() != parent
-            )
-    from uma.cli.lora.result import tell_result
 
+            def stopped() -> "Stop":
+                if seen:
+                    return "stopped"
+                return "" if os.getppid() == parent else "abandoned"
+
+            loaded, result = _trained(asked, source, splits, plan, stopped)
     tell_result(asked, source, loaded, plan, result)
-    return INTERRUPTED if result.ending == "stopped" else 0
+    return INTERRUPTED if result.ending in ("stopped", "abandoned") else 0
 
 
 def _plan(asked: Asked, source: "ModelSource", splits: "dict[str, Split]") -> "FineTuningPlan":
@@ -67,12 +83,12 @@ def _plan(asked: Asked, source: "ModelSource", splits: "dict[str, Split]") -> "F
     Raises:
         DoesNotFit: If it exceeds the limit, unless it is forced.
     """
-    from uma.cli.lora.plan import course_of, duration_of, exceeded, planned
+    from uma.cli.lora.plan import begun, course_of, duration_of, exceeded, planned
     from uma.cli.session import live_machine
     from uma.report.fine_tuning import batches_text, time_text
 
     machine = live_machine()
-    cut, done = _begun(asked)
+    cut, done = begun(asked)
     plan = planned(asked, source, splits, machine, cut)
     ledger, budget = plan.ledger, plan.case.budget
     if ledger.verdict == "exceeds":
@@ -91,37 +107,25 @@ def _plan(asked: Asked, source: "ModelSource", splits: "dict[str, Split]") -> "F
     return plan
 
 
-def _begun(asked: Asked) -> "tuple[Cut | None, int]":
-    """How a resumed run was cut until now, and how many batches are done."""
-    from uma.measurement.run_folder import checkpoints, events, read_state
-    from uma.plan.fine_tuning import Cut
-
-    if not asked.resume:
-        return None, 0
-    plans = [event["plan"] for event in events(asked.adapter_path) if event.get("plan")]
-    done = read_state(checkpoints(asked.adapter_path)[-1]).progress.iteration
-    if not plans:
-        return None, done
-    return Cut(**{name: plans[-1][name] for name in Cut.__slots__}), done
-
-
-def _require_room(asked: Asked, plan: "FineTuningPlan") -> None:
+def _require_room(asked: Asked, source: "ModelSource", plan: "FineTuningPlan") -> None:
     """Refuse a folder that cannot be written, or a disk that the checkpoints would fill.
 
     Raises:
         Busy: If another process trains there.
         StorageError: With what is needed and what is there.
     """
-    from uma.engines.mlx_training import optimizer_bytes, trained_arrays
-    from uma.measurement.run_folder import held
+    from uma.cli.lora.plan import trained_of
+    from uma.engines.mlx_training import optimizer_bytes
+    from uma.measurement.run_folder import checkpoints, held
 
-    case = plan.case
-    arrays = trained_arrays(case.architecture, case.workload)
+    arrays = trained_of(asked, source, plan.case.form)
     trained = sum(array.size_bytes for array in arrays)
-    # The checkpoints that stay and the one being written; the adapter, its copy, the best one.
-    needed = (asked.keep + 1) * (trained + optimizer_bytes(case.workload, arrays)) + 3 * trained
+    whole = trained + optimizer_bytes(plan.case.workload, arrays)
     with held(asked.adapter_path):
         free = shutil.disk_usage(asked.adapter_path).free
+        there = len(checkpoints(asked.adapter_path))
+    # The checkpoints that stay and the one being written; the adapter, its copy, the best one.
+    needed = (max(0, asked.keep - there) + 1) * whole + (1 if there else 3) * trained
     if free < needed:
         raise StorageError(
             f"the checkpoints of this run take {format_gib(needed)}, and the disk of "
@@ -135,7 +139,7 @@ def _trained(
     source: "ModelSource",
     splits: "dict[str, Split]",
     plan: "FineTuningPlan",
-    stopped: Callable[[], bool],
+    stopped: "Callable[[], Stop]",
 ) -> "tuple[LoadedModel, Result]":
     from uma.cli.lora.model import loaded_model
     from uma.measurement.run_status import remember
@@ -186,26 +190,21 @@ def _about(asked: Asked, plan: "FineTuningPlan") -> dict[str, Any]:
     default = defaults()
     here = {name: default[name] for name in ONLY_HERE}
     again = replace(asked, **here | {"resume": True})
-    told = asdict(plan.cut) | {"micro_batch": plan.micro_batch}
-    told["predicted_peak_bytes"] = plan.ledger.predicted_peak_bytes
+    told = {
+        "cut": asdict(plan.cut),
+        "micro_batch": plan.micro_batch,
+        "predicted_peak_bytes": plan.ledger.predicted_peak_bytes,
+    }
     return {"command": written(arguments(again, default)), "plan": told}
 
 
 def _recipe(asked: Asked, splits: "dict[str, Split]", plan: "FineTuningPlan") -> "Recipe":
     from uma.cli.lora.config import mapping_of, settings_of
-    from uma.cli.lora.plan import course_of
-    from uma.runtime.lora.adapter import Adapter
+    from uma.cli.lora.plan import adapter_of, course_of
     from uma.runtime.lora.run import Recipe
 
     return Recipe(
-        adapter=Adapter(
-            method=asked.fine_tune_type,
-            num_layers=asked.num_layers,
-            rank=asked.rank,
-            scale=asked.scale,
-            dropout=asked.dropout,
-            keys=tuple(asked.keys) if asked.keys else None,
-        ),
+        adapter=adapter_of(asked),
         course=course_of(asked, splits, plan),
         optimizer=asked.optimizer,
         learning_rate=asked.learning_rate,
@@ -260,8 +259,7 @@ def _line(event: dict[str, Any]) -> str:
     if event["event"] == "begin":
         return "\n".join([f"{at}: begun", *(f"note: {note}" for note in event["notes"])])
     if event["event"] == "validation":
-        best = event["best_iteration"] == event["iteration"]
-        return f"{at}: validation loss {event['val_loss']:.3f}" + (", the lowest" if best else "")
+        return f"{at}: validation loss {event['val_loss']:.3f}{_compared(event)}"
     if event["event"] == "checkpoint":
         return f"{at}: saved"
     return (
@@ -271,9 +269,21 @@ def _line(event: dict[str, Any]) -> str:
     )
 
 
+def _compared(event: dict[str, Any]) -> str:
+    if event["iteration"] == 0:
+        return " of the untouched model"
+    if event["best_iteration"] == event["iteration"]:
+        return ", the lowest"
+    if event["best_iteration"] == 0:
+        return f", above the {event['best_val_loss']:.3f} of the untouched model"
+    return ""
+
+
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
     """Ctrl-C, SIGTERM and SIGHUP ask for a checkpoint and an end; a second one ends at once."""
+    from uma.runtime.lora.supervise import LEAVE, leaving_signals
+
     seen: list[int] = []
 
     def handler(number: int, _: object) -> None:
@@ -282,7 +292,7 @@ def _stop_signals() -> Iterator[list[int]]:
         seen.append(number)
         say("saving after this step; once more to leave at once")
 
-    wanted = [signal.SIGINT, signal.SIGTERM, *filter(None, [getattr(signal, "SIGHUP", None)])]
+    wanted = {LEAVE, *leaving_signals()}
     former = {number: signal.signal(number, handler) for number in wanted}
     try:
         yield seen

@@ -14,7 +14,7 @@ from uma.ledger import Verdict
 from uma.machine import Machine, verdict
 from uma.memory.reads import WeightReads
 from uma.plan.compare.candidates import Candidate
-from uma.plan.compare.placed import host_room_bytes, placed
+from uma.plan.compare.placed import placed
 from uma.plan.compare.plans import NO_ROOM, Plan, Technique, no_prompt
 from uma.plan.compare.subject import Subject
 from uma.plan.engine_case import EngineCase
@@ -127,7 +127,7 @@ def _crowded_bytes(
 
 
 def _offloaded(subject: Subject, candidate: Candidate, case: EngineCase) -> Iterator[Plan]:
-    machine, room = case.machine, host_room_bytes(case.machine)
+    machine, room = case.machine, case.machine.host_room_bytes
     needed = subject.needed_bytes(case)
     short = needed - case.budget.budget_bytes - room
     ways = [] if short > 0 else subject.offloads(case)

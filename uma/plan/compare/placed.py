@@ -5,11 +5,9 @@ from dataclasses import replace
 
 from uma.frozen import dataclass
 from uma.ledger import peak
-from uma.machine import Machine
 from uma.plan.compare.subject import Subject, cached_bytes
 from uma.plan.emit.device_map import Device, Module, Placement, modules_of, placement
 from uma.plan.engine_case import EngineCase
-from uma.units import GIB
 
 SCHEMES = {"bf16": None, "int8": "int8", "nf4": "nf4"}  # of bitsandbytes, made while loading
 
@@ -41,14 +39,6 @@ class Placed:
         return max(1, 2 * self.largest_bytes - self.rooms[0])
 
 
-def host_room_bytes(machine: Machine) -> int:
-    """What the host leaves to a model: all but a sixteenth, at least 1 GiB, for the system."""
-    if machine.host_available_bytes is not None:
-        return machine.host_available_bytes
-    memory = machine.host_memory_bytes or 0
-    return max(0, memory - max(GIB, memory // 16))
-
-
 def placed(subject: Subject, case: EngineCase) -> Placed:
     """The placement of ``case``, by what the cards leave beside what each holds for itself.
 
@@ -57,7 +47,7 @@ def placed(subject: Subject, case: EngineCase) -> Placed:
     ``big_modeling.py``, ``dispatch_model``, ``main_device``).
     """
     memory = tuple(device.memory_bytes for device in case.machine.devices)
-    rooms = (*memory, case.budget.budget_bytes, host_room_bytes(case.machine))
+    rooms = (*memory, case.budget.budget_bytes, case.machine.host_room_bytes)
     return subject.once(("placed", case.format, rooms), lambda: _placed(subject, case))
 
 
@@ -76,7 +66,7 @@ def _placed(subject: Subject, case: EngineCase) -> Placed:
     rooms: dict[Device, int] = {}
     for _ in memory[:2]:  # of several cards again, with the caches of the layers that they got
         rooms = {i: max(0, free[i] - -int(-cache * share // 1)) for i, share in enumerate(shares)}
-        rooms["cpu"] = host_room_bytes(case.machine)
+        rooms["cpu"] = case.machine.host_room_bytes
         found = placement(architecture, rooms, scheme, modules)
         shares = _cache_shares(found, len(architecture.layers), len(memory))
     return Placed(rooms, found, cache + each * len(memory) - contexts, largest_bytes(modules))

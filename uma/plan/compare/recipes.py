@@ -8,22 +8,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from uma.engines.torch_model import Settings
 from uma.frozen import dataclass
-from uma.workload import Sharding, TrainingEngine, TrainingWorkload
+from uma.plan.training.stacks import Stack
+from uma.workload import Sharding, TrainingEngine, TrainingWorkload, bits_word
 
 Place = Literal["", "host", "disk"]
 Kind = Literal["lora", "qlora", "dora", "full"]
 """What is trained; ``lora`` and ``dora`` may be on a base in fewer bits, ``qlora`` is."""
 
-# Everything that is not quantized in 16 bits, AdamW in one kernel (``optim="adamw_torch_fused"``):
-# without PEFT's prepare_model_for_kbit_training, which makes float32 of embeddings and head.
-PLAIN = Settings(prepare_kbit=False, foreach=False, fsdp_hooks=False)
-# FSDP 2 makes float32 of all weights where it mixes precision, frozen ones too (accelerate 1.15,
-# ``utils/fsdp_utils.py``, ``fsdp2_prepare_model``): adapters are trained under FSDP 1.
-FSDP_1 = replace(PLAIN, fsdp_hooks=True)
-FLOAT32_WEIGHTS = replace(PLAIN, weight_width=4)  # Trainer with bf16=True: autocast
-DEEPSPEED = replace(PLAIN, deepspeed=True)
+PLAIN = Stack()
+FLOAT32_WEIGHTS = Stack(precision="mixed")  # Trainer with bf16=True: autocast
 
 MIXED, EIGHT_BIT, SIXTEEN_BIT = 2, 1, 0
 STATES = {MIXED: "float32 states", EIGHT_BIT: "8-bit states", SIXTEEN_BIT: "bf16 states"}
@@ -45,7 +39,7 @@ class Recipe:
     bits: int
     format: str
     quality: int = 0
-    settings: Settings = PLAIN
+    stack: Stack = PLAIN
     own: bool = False
 
     @property
@@ -89,19 +83,25 @@ def mlx_recipes(asked: TrainingWorkload, kind: Kind) -> Iterator[Recipe]:
     widths = {"qlora": (8, 4), "full": (16,)}.get(kind, (16, 8, 4))
     for bits in widths:
         for every, own in ((0, False), (1, True), (1, False)):
-            held = f"{bits}bit" if bits < 16 else ""
-            workload = replace(asked, grad_checkpoint=every, quantized=held, optimizer="adamw")
-            words = f"bf16, {STATES[SIXTEEN_BIT]}" if kind == "full" else held or "bf16"
+            workload = replace(
+                asked, grad_checkpoint=every, quantized=bits_word(bits), optimizer="adamw"
+            )
+            words = f"{bits}bit" if bits < 16 else "bf16"
+            if kind == "full":
+                words += f", {STATES[SIXTEEN_BIT]}"
             yield Recipe("mlx", workload, bits, words, SIXTEEN_BIT, own=own)
 
 
 def torch_recipes(
     asked: TrainingWorkload, kind: Kind, devices: int, places: tuple[Place, ...]
 ) -> Iterator[Recipe]:
-    """PyTorch's on equal cards, the simplest first; ``places`` are those to offload to."""
+    """PyTorch's on equal cards, the simplest first; ``places`` are those to offload to.
+
+    Parameters go there with checkpointing alone: layers that run again cost less than the link.
+    """
     ways = _full(devices, places) if kind == "full" else _adapters(kind, devices, places)
     for recipe in ways:
-        for every in (0, 1):
+        for every in (1,) if recipe.workload.sharding.offload_parameters else (0, 1):
             workload = replace(
                 asked,
                 optimizer=recipe.workload.optimizer,
@@ -125,17 +125,16 @@ def _adapters(kind: Kind, devices: int, places: tuple[Place, ...]) -> Iterator[R
         for optimizer in ("adamw", "paged-adamw-8bit"):
             yield _recipe(optimizer, Sharding(data=devices), bits, words, held=held)
         if devices > 1:
-            yield _recipe("adamw", _fsdp(devices), bits, words, settings=FSDP_1, held=held)
+            yield _recipe("adamw", _fsdp(devices), bits, words, held=held)
         if held:
             if devices > 1 and "host" in places:
-                spread = _fsdp(devices, "host")
-                yield _recipe("adamw", spread, bits, words, settings=FSDP_1, held=held)
+                yield _recipe("adamw", _fsdp(devices, "host"), bits, words, held=held)
             continue
         for place in places:
             spread = Sharding(
                 devices, zero_stage=3, offload_parameters=place, offload_optimizer=place
             )
-            yield _recipe("adamw", spread, bits, words, settings=DEEPSPEED)
+            yield _recipe("adamw", spread, bits, words)
 
 
 def _fsdp(devices: int, place: Literal["", "host"] = "") -> Sharding:
@@ -151,8 +150,8 @@ def _full(devices: int, places: tuple[Place, ...]) -> Iterator[Recipe]:
     for optimizer in ("adamw", "paged-adamw"):
         yield _recipe(optimizer, alone, 16, words[MIXED], MIXED, FLOAT32_WEIGHTS)
     for spread in _zero(devices, places):
-        settings = FLOAT32_WEIGHTS if spread.fsdp else DEEPSPEED
-        yield _recipe("adamw", spread, 16, words[MIXED], MIXED, settings)
+        stack = FLOAT32_WEIGHTS if spread.fsdp else PLAIN  # DeepSpeed has float32 copies
+        yield _recipe("adamw", spread, 16, words[MIXED], MIXED, stack)
     for optimizer in ("adamw-8bit", "paged-adamw-8bit"):
         yield _recipe(optimizer, alone, 16, words[EIGHT_BIT], EIGHT_BIT)
     for spread in (alone, _fsdp(devices)) if devices > 1 else (alone,):
@@ -184,9 +183,9 @@ def _recipe(
     bits: int,
     words: str,
     quality: int = 0,
-    settings: Settings = PLAIN,
+    stack: Stack = PLAIN,
     *,
     held: str = "",
 ) -> Recipe:
     workload = TrainingWorkload(optimizer=optimizer, quantized=held, sharding=spread)
-    return Recipe("torch", workload, bits, words, quality, settings)
+    return Recipe("torch", workload, bits, words, quality, stack)

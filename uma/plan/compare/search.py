@@ -11,7 +11,6 @@ from uma.plan.compare.choice import cheapest, front_of, left_out, smallest
 from uma.plan.compare.costs import Cost, Use, cheapest_rented, cost_of
 from uma.plan.compare.discrete import accelerate_plan, llama_cpp_plans
 from uma.plan.compare.parallel import vllm_plan
-from uma.plan.compare.placed import host_room_bytes
 from uma.plan.compare.plans import Plan
 from uma.plan.compare.subject import Subject
 from uma.plan.estimate import default_engine
@@ -253,7 +252,7 @@ def _may_stream(subject: Subject, candidate: Candidate, tried: Sequence[Plan]) -
     machine, weights = candidate.machine, 2 * subject.architecture.num_parameters
     crossing = weights - machine.memory_bytes
     disk = 0 if candidate.host is None else candidate.host.disk_bytes or 0
-    if machine.link_bytes_per_s is None or crossing > host_room_bytes(machine) + disk:
+    if machine.link_bytes_per_s is None or crossing > machine.host_room_bytes + disk:
         return False
     fit = [plan for plan in tried if plan.verdict == "fits"]
     if not all(plan.host_bytes for plan in fit):
@@ -282,7 +281,7 @@ def spare_bytes(plan: Plan, candidate: Candidate) -> int:
     """Room for a longer context: on the host too, where llama.cpp can put more layers there."""
     beside = 0
     if candidate.discrete and plan.engine == "llama.cpp":
-        beside = host_room_bytes(candidate.machine) - plan.host_bytes
+        beside = candidate.machine.host_room_bytes - plan.host_bytes
     return plan.headroom_bytes + beside
 
 

@@ -9,7 +9,6 @@ from uma.frozen import dataclass
 from uma.ledger import Verdict
 from uma.machine import Machine, default_reserve_bytes
 from uma.plan.compare.candidates import Candidate
-from uma.plan.compare.placed import host_room_bytes
 from uma.plan.compare.plans import Plan, no_prompt
 from uma.plan.compare.recipes import (
     GIVES_UP,
@@ -174,7 +173,7 @@ def _by_weights(case: TrainingCase) -> bool:
 
 def _lacking(candidate: Candidate, case: TrainingCase, need: _Need) -> tuple[Verdict, int, str]:
     """The verdict, and what is most short: a device, the host's memory, or its disk."""
-    host, disk = host_room_bytes(candidate.machine), 0
+    host, disk = candidate.machine.host_room_bytes, 0
     if candidate.host is not None:
         disk = candidate.host.disk_bytes or 0
     devices = case.machine_devices

@@ -67,8 +67,8 @@ class TrainingSubject:
             recipe.engine,
             recipe.workload,
             self._weights(recipe.bits) if recipe.engine == "mlx" else None,
-            settings=recipe.settings,
             trainer="uma" if recipe.own else "mlx_lm",
+            stack=recipe.stack,
         )
 
     def needed_bytes(self, case: TrainingCase) -> tuple[int, int]:
@@ -85,19 +85,19 @@ class TrainingSubject:
             terms = case.terms()
             return peak(terms)[1] - weights, least_bytes(terms) - weights
 
-        key = (asked, case.settings, case.trainer, case.machine.backend)
+        key = (asked, case.stack, case.trainer, case.machine.backend)
         most, least = self._once(key, make)
         return most + weights, least + weights
 
     def places(self, case: TrainingCase) -> Places:
-        return self._once(("places", case.workload, case.settings), lambda: places(case))
+        return self._once(("places", case.workload, case.stack), lambda: places(case))
 
     def weights_bytes(self, case: TrainingCase) -> int:
         """Of the whole model, as it is held."""
         if case.weights is not None:
             return case.weights.size_bytes
         model = Model(self.architecture, case.workload, case.settings)
-        key = ("weights", case.workload.quantized, case.settings)
+        key = ("weights", case.workload.quantized, case.stack)
         return self._once(key, lambda: weights_bytes(model))
 
     def _weights(self, bits: int) -> MemoryTerm:

@@ -5,15 +5,15 @@ Names: transformers 5.24 (``training_args.py``), PEFT 0.21 (``tuners/lora/config
 
 from collections.abc import Iterator
 
-from uma.engines.torch_model import DEFAULTS, Settings
 from uma.errors import UsageError
 from uma.frozen import dataclass
+from uma.plan.training.stacks import Stack
 from uma.workload import TrainingWorkload
 
 # uma's names of optimizers in transformers' Trainer; Adam is its AdamW, whose decay is 0.
 OPTIMIZERS = {
-    "adam": "adamw_torch",
-    "adamw": "adamw_torch",
+    "adam": "adamw_torch_fused",  # makes nothing beside its states
+    "adamw": "adamw_torch_fused",
     "adamw-8bit": "adamw_bnb_8bit",
     "paged-adamw": "paged_adamw_32bit",
     "paged-adamw-8bit": "paged_adamw_8bit",
@@ -39,14 +39,14 @@ _BASES = {
 class Training:
     """What is trained: a repository's or a folder's model, and the workload that was planned.
 
-    ``title`` says in a line for which machine, and that it fits. ``settings`` are those of the
-    stack that the plan counted with.
+    ``title`` says in a line for which machine, and that it fits. ``stack`` is what the plan counted
+    with.
     """
 
     model: str
     workload: TrainingWorkload
     title: str = ""
-    settings: Settings = DEFAULTS
+    stack: Stack = Stack()
 
     @property
     def mixes(self) -> bool:
@@ -56,12 +56,13 @@ class Training:
         fsdp_utils.py``, ``fsdp2_prepare_model``), which a plan with all in 16 bits has no room for.
         """
         asked = self.workload
-        held = asked.sharding.fsdp and asked.method == "full" and self.settings.weight_width != 4
+        precision, whole = self.stack.precision, asked.sharding.fsdp and asked.method == "full"
+        held = precision == "pure" or (whole and precision == "16-bit")
         return asked.dtype != "float32" and not held
 
     @property
     def prepares(self) -> bool:
-        return bool(self.workload.quantized) and self.settings.prepare_kbit
+        return bool(self.workload.quantized) and self.stack.prepare_kbit
 
 
 def check_trainer(asked: TrainingWorkload) -> None:
@@ -157,10 +158,7 @@ def _arguments(training: Training) -> Iterator[str]:
     if asked.grad_checkpoint and not spread.fsdp:
         yield "gradient_checkpointing=True,  # only the inputs of layers are kept"
         yield 'gradient_checkpointing_kwargs={"use_reentrant": False},'
-    optimizer = OPTIMIZERS[asked.optimizer]
-    if optimizer == "adamw_torch" and not training.settings.foreach:
-        optimizer = "adamw_torch_fused"  # makes nothing beside its states
-    yield f'optim="{optimizer}",'
+    yield f'optim="{OPTIMIZERS[asked.optimizer]}",'
     if training.mixes:
         yield f"{MIXED[asked.dtype]}=True,  # what is multiplied"
     if asked.loss == "fused":
@@ -171,7 +169,7 @@ def _arguments(training: Training) -> Iterator[str]:
 
 def _loaded(training: Training) -> Iterator[str]:
     asked, spread = training.workload, training.workload.sharding
-    wide = training.settings.weight_width == 4 or asked.dtype == "float16"
+    wide = training.stack.precision == "mixed" or asked.dtype == "float16"
     width = "float32" if wide and asked.method == "full" else asked.dtype
     yield "model = AutoModelForCausalLM.from_pretrained("
     yield "    MODEL,"

@@ -3,17 +3,17 @@
 from dataclasses import replace
 from typing import Any
 
-from uma.architecture.layers import Architecture
+from uma.architecture.layers import Architecture, Recurrent
 from uma.dataset.batches import padded_length
-from uma.engines.torch_model import Settings
+from uma.engines.torch_model import Model, Settings, trained_elements
 from uma.frozen import dataclass
 from uma.ledger import peak
 from uma.machine import Budget, Machine
 from uma.memory.adapters import adapters
 from uma.memory.term import MemoryTerm
 from uma.plan.estimate import ceiling_bytes
-from uma.plan.training.stacks import Stack
-from uma.workload import Trainer, TrainingEngine, TrainingWorkload
+from uma.plan.training.stacks import Stack, settings_for
+from uma.workload import Trainer, TrainingEngine, TrainingWorkload, bits_named
 
 SHORT = 256
 
@@ -24,7 +24,7 @@ class TrainingCase:
 
     ``weights`` is the base as it is held, for MLX; the torch engine knows it from the workload.
     ``smaller`` is the same base in 4 bits, where it is not quantized yet. ``trainer`` is the
-    program that trains under MLX, ``stack`` that of ``settings`` under torch.
+    program that trains under MLX, ``stack`` that under torch.
     """
 
     architecture: Architecture
@@ -34,9 +34,13 @@ class TrainingCase:
     workload: TrainingWorkload
     weights: MemoryTerm | None = None
     smaller: MemoryTerm | None = None
-    settings: Settings = Settings()
     trainer: Trainer = "mlx_lm"
-    stack: Stack = "trainer"
+    stack: Stack = Stack()
+
+    @property
+    def settings(self) -> Settings:
+        """Those of the torch engine."""
+        return settings_for(self.stack, self.workload, self.architecture)
 
     def terms(self) -> tuple[MemoryTerm, ...]:
         """Every term of one step on one device, by phase."""
@@ -53,11 +57,12 @@ class TrainingCase:
         if self.trainer == "uma":
             from uma.engines.mlx_own_step import own_training_terms
 
-            short = in_short_rows(self.workload)
+            short = in_short_rows(self.workload, self.architecture)
             return own_training_terms(*asked[:2], short, backend=self.machine.backend)
         from uma.engines.mlx_training import training_terms
 
-        return training_terms(*asked, backend=self.machine.backend)
+        now = replace(self.workload, loss="fused")  # mlx 0.32.4: one kernel each way on a GPU
+        return training_terms(*asked[:2], now, backend=self.machine.backend)
 
     def needed_bytes(self) -> int:
         return peak(self.terms())[1]
@@ -77,31 +82,41 @@ class TrainingCase:
         return ceiling_bytes(self.budget) // self.machine_devices
 
     @property
+    def budget_bytes(self) -> int:
+        """Up to which one device's part fits; it is tight above, within ``room_bytes``."""
+        return self.budget.budget_bytes // self.machine_devices
+
+    @property
     def mlx_bits(self) -> int:
-        """Bits of the base under MLX: 16 where it is not quantized."""
-        word = self.workload.quantized.split(" ")[0]
-        return int(word) if word.isdigit() else 16
+        """Bits of the base under MLX: 16 where it is not quantized.
+
+        Raises:
+            UsageError: If the workload says it in other words than ``bits_word``.
+        """
+        return bits_named(self.workload.quantized)
 
     @property
     def trainable_parameters(self) -> int:
+        if self.engine == "torch":
+            return trained_elements(Model(self.architecture, self.workload, self.settings))
         if self.workload.method != "full":
             return sum(a.size for a in adapters(self.architecture, self.workload))
-        if self.engine == "torch" and self.workload.num_layers is None:
-            return self.architecture.num_parameters
         from uma.engines.mlx_training import trained_arrays
 
         arrays = trained_arrays(self.architecture, self.workload)
         return sum(a.size_bytes // a.width for a in arrays)
 
 
-def in_short_rows(workload: TrainingWorkload) -> TrainingWorkload:
+def in_short_rows(workload: TrainingWorkload, architecture: Architecture) -> TrainingWorkload:
     """As many positions in rows of ``SHORT``, which are laid out in a tenth of the time.
 
     Our own trainer computes attention and the loss in slices of a fixed size, so that it needs
-    the same for as many positions, however long their rows are (a test compares).
+    the same for as many positions, however long their rows are (a test compares). Not so where
+    layers recur: their chunks are of so many tokens of all rows.
     """
     length = padded_length(max(1, workload.max_seq_length - 1))
-    if length <= SHORT:
+    recurs = any(isinstance(m, Recurrent) for layer in architecture.layers for m in layer.mixers)
+    if recurs or length <= SHORT:
         return workload
     rows = -(-workload.batch_size * length // SHORT)
     return replace(workload, batch_size=rows, max_seq_length=SHORT + 1)
@@ -116,7 +131,7 @@ class Needs:
     @staticmethod
     def key(case: TrainingCase) -> Any:
         """What the variants of one case differ in."""
-        return case.workload, case.weights, case.settings, case.trainer
+        return case.workload, case.weights, case.stack, case.trainer
 
     def __call__(self, case: TrainingCase) -> int:
         key = self.key(case)

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from uma.architecture.layers import Attention, Recurrent
+from uma.architecture.layers import Attention, Mixer, Recurrent
+from uma.engines.torch_model import COPIED
 from uma.errors import UsageError
 from uma.memory.adapters import is_adaptable, is_target, layer_adapters, trained_layers
 from uma.plan.training.case import TrainingCase
@@ -11,6 +12,16 @@ from uma.workload import Sharding
 MLX_OPTIMIZERS = {
     "mlx_lm": ("adam", "adamw", "muon", "sgd", "adafactor"),  # mlx-lm 0.32.2, lora.py
     "uma": ("adam", "adamw", "adamw-8bit", "adafactor", "lion", "muon", "sgd"),
+}
+# PEFT 0.21, tuners/lora/model.py, _create_new_module, and transformers 5.24, is_trainable of each
+# quantizer; torchtune 0.6, recipes/lora_finetune_single_device.py; litgpt 0.5, finetune/lora.py;
+# unsloth, models/loader.py.
+TRAINED_ON = {
+    "trainer": ("nf4", "nf4-double", "int8", "gptq", "gptq-int8", "awq", "fp8"),
+    "trainer-2024": ("nf4", "nf4-double", "int8", "gptq", "gptq-int8", "awq"),
+    "torchtune": ("nf4", "nf4-double"),
+    "litgpt": ("nf4", "nf4-double", "int8"),
+    "unsloth": ("nf4", "nf4-double", "int8"),
 }
 DORA_BITS = (2, 4, 8)  # mlx-lm 0.32.2, tuner/dora.py: 32 // bits weights a word
 
@@ -27,7 +38,7 @@ def check(case: TrainingCase) -> None:
     _check_targets(case)
     if case.engine == "mlx":
         check_mlx_sharding(case.workload.sharding)
-    reasons = _mlx_reasons(case) if case.engine == "mlx" else _torch_reasons(case)
+    reasons = _mlx_reasons(case) if case.engine == "mlx" else torch_reasons(case)
     for reason in reasons:
         raise UsageError(reason)
 
@@ -126,22 +137,20 @@ def _fully_shard_reasons(case: TrainingCase) -> Iterator[str]:
         )
 
 
-def _torch_reasons(case: TrainingCase) -> Iterator[str]:
+def torch_reasons(case: TrainingCase) -> Iterator[str]:
+    """Why it cannot be trained like this under torch."""
+    yield from _stack_reasons(case)
+    if case.workload.quantized:
+        yield from _format_reasons(case)
     workload, spread = case.workload, case.workload.sharding
     layers = case.architecture.layers
-    for mixer in {m for layer in layers for m in layer.mixers if isinstance(m, Attention)}:
-        for word, heads in (
-            ("tensor", mixer.num_key_value_heads),
-            ("sequence", mixer.num_attention_heads),
-        ):
-            degree = getattr(spread, word)
-            if heads % degree:
-                kind = "key-value heads" if word == "tensor" else "attention heads"
-                yield f"--{word} {degree}: {heads} {kind} are not divisible by it"
+    if spread.tensor * spread.sequence > 1:
+        for mixer in {mixer for layer in layers for mixer in layer.mixers}:
+            yield from _split_reasons(mixer, spread)
     if spread.pipeline > len(layers):
         yield f"--pipeline {spread.pipeline}: the model has {len(layers)} layers, one a stage"
     if spread.pipeline > 1 and spread.zero_stage in (2, 3) and not spread.fsdp:
-        yield (
+        yield (  # DeepSpeed 0.19.8, runtime/pipe/engine.py, PipelineEngine.__init__
             "DeepSpeed's pipelines keep whole gradients between micro-batches, so that ZeRO stages "
             "2 and 3 do not go with them: --zero-stage 1, or --fsdp full"
         )
@@ -152,14 +161,114 @@ def _torch_reasons(case: TrainingCase) -> Iterator[str]:
         )
 
 
+def _format_reasons(case: TrainingCase) -> Iterator[str]:
+    workload, known = case.workload, TRAINED_ON[case.stack.name]
+    if workload.quantized not in known:
+        whose = "PEFT" if case.stack.is_of_transformers else case.stack.name
+        yield (
+            f"{whose} has no adapters on {workload.quantized} weights: take bf16, or --quant "
+            f"{', '.join(known)}"
+        )
+    if workload.method == "dora" and workload.quantized not in COPIED:
+        yield (  # PEFT 0.21, tuners/lora/gptq.py and awq.py
+            f"PEFT has no DoRA on {workload.quantized}: take --quant nf4 or int8, or --train lora"
+        )
+
+
+def _split_reasons(mixer: Mixer, spread: Sharding) -> Iterator[str]:
+    """Of a mixer's heads, over the devices of tensor and of sequence parallelism.
+
+    Ulysses sends each of fewer key-value heads than devices to several (DeepSpeed 0.19.8,
+    ``runtime/sequence_parallel/ulysses_sp.py``, ``UlyssesSPAttentionHF``).
+    """
+    tensor, sequence = spread.tensor, spread.sequence
+    if isinstance(mixer, Recurrent):
+        if sequence > 1:
+            yield (
+                f"--sequence {sequence}: Ulysses sends heads of attention; {mixer.kind} layers "
+                "carry a state from token to token"
+            )
+        return
+    heads = groups = mixer.num_attention_heads
+    if isinstance(mixer, Attention):
+        groups = mixer.num_key_value_heads
+    if groups % tensor:
+        yield f"--tensor {tensor}: {groups} key-value heads are not divisible by it"
+    if heads % sequence:
+        yield f"--sequence {sequence}: {heads} attention heads are not divisible by it"
+    if tensor > 1 and sequence > 1 and heads % (tensor * sequence):
+        yield (
+            f"--tensor {tensor} --sequence {sequence}: {heads} attention heads are not divisible "
+            f"by {tensor * sequence}, and both split them"
+        )
+    if groups % sequence and sequence % groups:
+        yield f"--sequence {sequence}: {groups} key-value heads are neither multiple nor divisor"
+
+
+def _stack_reasons(case: TrainingCase) -> Iterator[str]:
+    stack, workload, spread = case.stack, case.workload, case.workload.sharding
+    if stack.name == "unsloth" and spread.devices > 1:
+        yield "Unsloth trains on one device; leave --stack out, or the other devices"
+    if not stack.is_of_transformers and spread.zero_stage and not spread.fsdp:
+        yield f"{stack.name} shards with FSDP, not with DeepSpeed: --fsdp full"
+    if stack.precision == "mixed" and spread.zero_stage and not spread.fsdp:
+        yield "DeepSpeed keeps float32 weights of its own beside 16-bit ones: leave --precision out"
+    if stack.precision == "mixed" and workload.quantized:
+        yield (
+            f"--precision mixed keeps float32 weights, which {workload.quantized} ones are not; "
+            "leave it out"
+        )
+    if stack.optimizer_in_backward and stack.name != "torchtune":
+        yield "--optimizer-in-backward is torchtune's optimizer_in_bwd: give --stack torchtune"
+    if stack.optimizer_in_backward and workload.grad_accumulation_steps > 1:
+        yield (
+            "--optimizer-in-backward updates a weight as soon as its gradient is there: nothing "
+            "can be accumulated, leave --grad-accumulation-steps out"
+        )
+    if stack.fused_kernels and not stack.is_of_transformers:
+        yield f"--fused-kernels are for transformers' modules; {stack.name} has its own"
+    if stack.lora_dropout and workload.method == "full":
+        yield "--lora-dropout is that of adapters; --train full has none"
+    if stack.prepare_kbit:
+        yield from _preparing_reasons(case)
+    if workload.quantized and spread.offload_parameters and not spread.fsdp:
+        yield (  # PEFT 0.21, docs/source/accelerate/fsdp.md
+            f"{workload.quantized} weights go to the host under FSDP alone, which is for several "
+            "devices: --fsdp full with --devices 2 or more"
+        )
+
+
+def _preparing_reasons(case: TrainingCase) -> Iterator[str]:
+    name = "--prepare-kbit is PEFT's prepare_model_for_kbit_training"
+    if not case.stack.is_of_transformers:
+        yield f"{name}, which {case.stack.name} does not call: leave it out"
+    if case.workload.quantized not in COPIED:
+        yield f"{name}, for a base in one of {', '.join(sorted(COPIED))}: give --quant"
+    if case.workload.sharding.zero_stage:
+        yield (
+            f"{name}: it makes float32 arrays, which FSDP does not join with 16-bit ones and "
+            "DeepSpeed narrows again; leave it out"
+        )
+
+
 def notes(case: TrainingCase) -> Iterator[str]:
     """What holds for the case, and is not in its numbers."""
+    if case.engine == "torch" and case.settings.kernel == "eager" and not case.workload.attention:
+        yield (
+            "attention is eager, as transformers has no sdpa for this model: the scores of all "
+            "pairs of tokens are held; --attention fused is for a kernel such as flash_attention_2"
+        )
     workload, spread = case.workload, case.workload.sharding
     cards = case.machine_devices
     if cards > 1 and spread.devices == 1:
         yield f"one card of {cards} is used: --devices {cards} uses all"
     if case.engine == "torch" and spread.devices > cards:
         yield f"{spread.devices} devices are {-(-spread.devices // cards)} such machines"
+    if spread.offload_optimizer == "disk":
+        yield (
+            "DeepSpeed reads the disk through four buffers of a sub-group on the host, up to 16 GB "
+            "for each device: a smaller sub_group_size needs less"
+        )
     if 1 < spread.pipeline > workload.grad_accumulation_steps:
         yield (
             f"a pipeline of {spread.pipeline} stages stands still in part with fewer micro-batches "

@@ -64,7 +64,7 @@ class TrainingEstimate:
         if self.measures:
             return self.measures[-1].fits
         needed = self.ledger.predicted_peak_bytes
-        return needed <= self.case.room_bytes and not self.host_excess_bytes
+        return needed <= self.case.budget_bytes and not self.host_excess_bytes
 
     @property
     def disk_bytes(self) -> int:
@@ -94,7 +94,7 @@ def training_estimate(case: TrainingCase, data: "WorstBatch | None" = None) -> T
         phase,
         case.trainable_parameters,
         largest(case, terms, needs),
-        measures(case, needs) if crowded or needed > case.room_bytes else (),
+        measures(case, needs) if crowded or needed > case.budget_bytes else (),
         (*pool_note(case, needed, least), *_host_notes(host), *notes(case)),
         lying,
         host.room_bytes,

@@ -23,7 +23,7 @@ def largest(
 ) -> dict[str, int | None]:
     """The largest batch, length and rank that fit, each alone; ``None`` where 1 does not."""
     held = sum(t.size_bytes for t in terms if t.phase == "always")
-    room, workload = case.room_bytes, case.workload
+    room, workload = case.budget_bytes, case.workload
     host = on_host(case)
     if held > room or host.excess_bytes:
         return dict.fromkeys(_fields(case))
@@ -46,7 +46,7 @@ def largest(
 
 
 def _shapes(case: TrainingCase, held_bytes: int, needs: Needs) -> dict[str, int | None]:
-    workload, room = case.workload, case.room_bytes
+    workload, room = case.workload, case.budget_bytes
     workers = workload.sharding.data if case.engine == "mlx" else 1
     asked = workload.batch_size // workers
     rows, most = None, MOST["batch_size"]
@@ -75,7 +75,7 @@ def _own_shapes(case: TrainingCase, held_bytes: int, needs: Needs) -> dict[str, 
         return needs(case.changed(batch_size=rows, max_seq_length=SHORT + 1))
 
     asked = max(1, batch * length // SHORT)
-    rows = _largest(needed, asked, held_bytes, case.room_bytes, MOST["max_seq_length"])
+    rows = _largest(needed, asked, held_bytes, case.budget_bytes, MOST["max_seq_length"])
     positions = (rows or 0) * SHORT
     return {
         "batch_size": min(positions // padded_length(max(1, length - 1)), MOST["batch_size"])
@@ -154,7 +154,8 @@ def _largest_rank(needed: Needed, asked: int, by_rank_bytes: int, room_bytes: in
     else:
         high = asked + (room_bytes - at_asked) * asked // max(1, by_rank_bytes) + 1
         high = max(min(high, most), asked)
-        if needed(high) <= room_bytes:
+        # One more than the most is the width of no model, and so laid out as other ranks are.
+        if (high == most and needed(most + 1) <= room_bytes) or needed(high) <= room_bytes:
             return high
     at_low, at_high = needed(low), needed(high)
     return low + (room_bytes - at_low) * (high - low) // (at_high - at_low)

@@ -6,11 +6,11 @@ from typing import Any
 
 from uma.frozen import dataclass
 from uma.plan.training.case import Needs, TrainingCase
+from uma.plan.training.checks import torch_reasons
 from uma.plan.training.places import on_host, places
 from uma.units import format_gib
-from uma.workload import Sharding, TrainingWorkload
+from uma.workload import Sharding, TrainingWorkload, bits_word
 
-FLOAT32 = 4
 FEWEST_LAYERS = 4
 SHORTEST_ROW = 128
 
@@ -59,21 +59,26 @@ def measures(case: TrainingCase, needs: Needs) -> tuple[Measure, ...]:
             chosen = _without_needless(case, chosen, needs)
             break
         apply = kind.find(now, needs)
-        if apply is not None and _helps(now, apply(now), needs):
+        then = now if apply is None else apply(now)
+        if apply is not None and _is_possible(then) and _helps(now, then, needs):
             chosen.append((kind, apply))
-            now = apply(now)
+            now = then
     return tuple(_described(case, chosen, needs))
 
 
 def _fits(case: TrainingCase, needs: Needs) -> bool:
-    return needs(case) <= case.room_bytes and not on_host(case).excess_bytes
+    return needs(case) <= case.budget_bytes and not on_host(case).excess_bytes
+
+
+def _is_possible(case: TrainingCase) -> bool:
+    return case.engine == "mlx" or not any(torch_reasons(case))
 
 
 def _helps(before: TrainingCase, after: TrainingCase, needs: Needs) -> bool:
     """Whether it saves where there is too little: on the device, or on the host."""
     crowded, then = on_host(before).excess_bytes, on_host(after).excess_bytes
     if crowded:
-        return then < crowded and (needs(after) <= max(needs(before), after.room_bytes))
+        return then < crowded and (needs(after) <= max(needs(before), after.budget_bytes))
     return not then and needs(after) < needs(before)
 
 
@@ -85,7 +90,7 @@ def _without_needless(
         left = case
         for _, apply in rest:
             left = apply(left)
-        if _fits(left, needs):
+        if _is_possible(left) and _fits(left, needs):
             chosen = rest
     return chosen
 
@@ -104,6 +109,11 @@ def _described(
 
 def _set(**changes: object) -> Apply:
     return lambda case: case.changed(**changes)
+
+
+def _spread(**changes: Any) -> Apply:
+    """Other values of how it is spread."""
+    return lambda case: case.changed(sharding=replace(case.workload.sharding, **changes))
 
 
 def _own_trainer(case: TrainingCase, needs: Needs) -> Apply | None:
@@ -164,14 +174,14 @@ def _checkpointing_cost(before: TrainingCase, after: TrainingCase, needs: Needs)
 def _four_bits(case: TrainingCase, needs: Needs) -> Apply | None:
     if case.workload.quantized or case.workload.method == "full":
         return None
-    if case.workload.sharding.tensor > 1 or case.settings.weight_width == FLOAT32:
+    if case.workload.sharding.tensor > 1 or case.stack.precision == "mixed":
         return None
     if case.engine == "torch":
         return _set(quantized="nf4")
     if case.smaller is None or case.workload.sharding.zero_stage:
         return None
     return lambda case: replace(
-        case, weights=case.smaller, workload=replace(case.workload, quantized="4 bits")
+        case, weights=case.smaller, workload=replace(case.workload, quantized=bits_word(4))
     )
 
 
@@ -211,7 +221,7 @@ def _first_that_fits(case: TrainingCase, needs: Needs, changes: list[Apply]) -> 
     low, high = 0, len(changes) - 1
     while low < high:
         middle = (low + high) // 2
-        if needs(changes[middle](case)) <= case.room_bytes:
+        if needs(changes[middle](case)) <= case.budget_bytes:
             high = middle
         else:
             low = middle + 1
@@ -222,11 +232,10 @@ def _sharded(case: TrainingCase, needs: Needs) -> Apply | None:
     """Over the cards of the machine, where they are not all used."""
     if case.engine == "mlx" or case.machine_devices < 2 or case.workload.sharding.devices > 1:
         return None
-    if case.stack == "unsloth":  # trains on one device
+    if case.stack.name == "unsloth":  # trains on one device
         return None
     spread = Sharding(data=case.machine_devices, zero_stage=3, fsdp=True)
-    settings = replace(case.settings, fsdp_hooks=case.stack == "trainer")
-    return lambda case: replace(case.changed(sharding=spread), settings=settings)
+    return _set(sharding=spread)
 
 
 def _sent(before: TrainingCase, after: TrainingCase, needs: Needs) -> str:
@@ -239,15 +248,14 @@ def _offloaded_optimizer(case: TrainingCase, needs: Needs) -> Apply | None:
     if not _may_offload(case) or spread.offload_optimizer or spread.fsdp:
         return None
     stage = spread.zero_stage or 2
-    return lambda case: _offloaded(case, offload_optimizer="host", zero_stage=stage)
+    return _spread(offload_optimizer="host", zero_stage=stage)
 
 
 def _offloaded_parameters(case: TrainingCase, needs: Needs) -> Apply | None:
     spread = case.workload.sharding
     if not _may_offload(case) or spread.offload_parameters:
         return None
-    both = {"offload_optimizer": "host", "offload_parameters": "host", "zero_stage": 3}
-    return lambda case: _offloaded(case, **both)
+    return _spread(offload_optimizer="host", offload_parameters="host", zero_stage=3)
 
 
 def _on_disk(case: TrainingCase, needs: Needs) -> Apply | None:
@@ -255,18 +263,12 @@ def _on_disk(case: TrainingCase, needs: Needs) -> Apply | None:
     spread = case.workload.sharding
     if spread.zero_stage < 3 or spread.fsdp or spread.offload_optimizer != "host":
         return None
-    return lambda case: _offloaded(case, offload_optimizer="disk")
-
-
-def _offloaded(case: TrainingCase, **changes: Any) -> TrainingCase:
-    spread = replace(case.workload.sharding, **changes)
-    settings = replace(case.settings, deepspeed=not spread.fsdp)
-    return replace(case.changed(sharding=spread), settings=settings)
+    return _spread(offload_optimizer="disk")
 
 
 def _may_offload(case: TrainingCase) -> bool:
     """Only Trainer is known to go with DeepSpeed; paged states are on the host by themselves."""
-    if case.engine == "mlx" or case.stack != "trainer":
+    if case.engine == "mlx" or not case.stack.is_of_transformers:
         return False
     paged = case.workload.optimizer.startswith("paged")
     return case.machine.host_memory_bytes is not None and not paged

@@ -36,7 +36,7 @@ def _fits(case: TrainingCase, model: ListedModel) -> bool:
     try:
         found = _with_model(case, model)
         check(found)
-        return found.needed_bytes() <= case.room_bytes
+        return found.needed_bytes() <= case.budget_bytes
     except UmaError:
         return False
 
@@ -49,6 +49,8 @@ def _with_model(case: TrainingCase, model: ListedModel) -> TrainingCase:
     workload = replace(
         case.workload, num_layers=None if layers is None else min(layers, len(architecture.layers))
     )
+    if case.engine == "torch":
+        return replace(case, architecture=architecture, workload=workload)
     bits = case.mlx_bits
     weights = weight_bytes(architecture, None if bits == 16 else Quantization(bits, 64))
     return replace(case, architecture=architecture, workload=workload, weights=weights)

@@ -1,5 +1,9 @@
 """Where the state of a training lies, device by device, and what each device sends."""
 
+from math import ceil
+
+from uma.architecture.layers import Attention, LatentAttention
+from uma.engines.torch_deepspeed import beside_states
 from uma.engines.torch_model import Model, optimizer_states, trained_elements, weights_bytes
 from uma.frozen import dataclass
 from uma.memory.adapters import adapter_elements
@@ -36,72 +40,118 @@ class Places:
     sent_bytes: dict[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """State as one device without sharding has it; what a paged optimizer may move; and traffic.
+
+    ``beside`` is what a device has on the host and on the disk beside its part of ``states``. The
+    others are those of ``Moved``.
+    """
+
+    states: States
+    paged_bytes: int = 0
+    beside: tuple[int, int] = (0, 0)
+    exchanged: States | None = None
+    float32_gradient_bytes: int = 0
+
+
 def places(case: TrainingCase) -> Places:
     """Where the state of ``case`` lies."""
     workload, spread = case.workload, case.workload.sharding
-    states, paged = _mlx_states(case) if case.engine == "mlx" else _torch_states(case)
-    found = placed(states, spread)
+    kept = _mlx_kept(case) if case.engine == "mlx" else _torch_kept(case)
+    found = placed(kept.states, spread)
     stream = workload.tokens * case.architecture.hidden_size * workload.dtype_bytes
     sent = communication_bytes(
         Moved(
-            states,
+            kept.states,
             stream,
             len(case.architecture.layers),
             workload.grad_accumulation_steps,
             bool(workload.grad_checkpoint),
-            _exchanged(case),
+            kept.exchanged,
+            kept.float32_gradient_bytes,
+            _attention_bytes(case) if spread.sequence > 1 else 0,
+            spread.fsdp and case.engine == "torch",  # FSDP.no_sync, which accelerate enters
         ),
         spread,
     )
     if case.engine == "mlx" and "parameters" in sent and not workload.grad_checkpoint:
         sent["parameters"] //= 2  # gathered once: they are still there for the backward pass
-    on_host = found.host.total_bytes + paged
-    return Places(found.device.total_bytes, on_host, found.disk.total_bytes, sent)
+    paged = placed(States(0, 0, kept.paged_bytes), spread).device.total_bytes
+    host, disk = kept.beside
+    host += _checkpoint_bytes(case) if case.engine == "torch" else 0
+    on_host, on_disk = found.host.total_bytes + paged + host, found.disk.total_bytes + disk
+    return Places(found.device.total_bytes, on_host, on_disk, sent)
+
+
+def _attention_bytes(case: TrainingCase) -> int:
+    """Queries, keys, values and outputs of one batch, as Ulysses sends them.
+
+    Of fewer key-value heads than devices each goes to several (DeepSpeed 0.19.8,
+    ``runtime/sequence_parallel/ulysses_sp.py``, ``_combine_local_sequences``).
+    """
+    elements, devices = 0, case.workload.sharding.sequence
+    for mixer in (mixer for layer in case.architecture.layers for mixer in layer.mixers):
+        if isinstance(mixer, Attention):
+            groups = max(mixer.num_key_value_heads, devices)
+            width, v_width = mixer.head_dim, mixer.v_head_dim
+        elif isinstance(mixer, LatentAttention):
+            groups = mixer.num_attention_heads
+            width, v_width = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim, mixer.v_head_dim
+        else:
+            continue
+        elements += (mixer.num_attention_heads + groups) * (width + v_width)
+    return elements * case.workload.tokens * case.workload.dtype_bytes
+
+
+def _checkpoint_bytes(case: TrainingCase) -> int:
+    """Inputs of layers that Unsloth's checkpointing keeps on the host."""
+    workload, every = case.workload, case.workload.grad_checkpoint
+    if not (every and case.settings.offloads_inputs):
+        return 0
+    kept = ceil(len(case.architecture.layers) / every)
+    return kept * workload.tokens * case.architecture.hidden_size * workload.dtype_bytes
 
 
 def on_host(case: TrainingCase) -> OnHost:
     """What lies on one host."""
     held = places(case).host_bytes
     together = min(case.machine_devices, case.workload.sharding.devices)
-    return OnHost(held * together, _room(case) if held else None)
+    known = held and case.machine.host_memory_bytes is not None
+    return OnHost(held * together, case.machine.host_room_bytes if known else None)
 
 
-def _room(case: TrainingCase) -> int | None:
-    from uma.plan.compare.placed import host_room_bytes
-
-    return None if case.machine.host_memory_bytes is None else host_room_bytes(case.machine)
-
-
-def _torch_states(case: TrainingCase) -> tuple[States, int]:
-    """Whole parameters, gradients and optimizer states; and those that are paged."""
+def _torch_kept(case: TrainingCase) -> _Kept:
     model = Model(case.architecture, case.workload, case.settings)
-    trained, found = trained_elements(model), optimizer_states(model)
-    full = model.trains_all
+    trained, found = model.staged(trained_elements(model)), optimizer_states(model)
+    full, deepspeed = model.trains_all, case.settings.deepspeed
     width = model.weight_width if full else case.settings.adapter_width
-    parameters = weights_bytes(model) + (0 if full else trained * width)
-    optimizer = found.device_bytes
-    if case.settings.deepspeed:
-        optimizer += trained * FLOAT32  # copies of the weights
-    return States(parameters, trained * width, optimizer), found.paged_bytes
+    parameters = model.staged(weights_bytes(model), weights=True)
+    parameters += 0 if full else trained * width
+    masters = trained * FLOAT32 if deepspeed else 0
+    return _Kept(
+        States(parameters, trained * width, model.staged(found.device_bytes) + masters),
+        found.paged_bytes,
+        beside_states(model) if deepspeed else (0, 0),
+        _exchanged(model, trained),
+        trained * FLOAT32 if deepspeed else 0,
+    )
 
 
-def _exchanged(case: TrainingCase) -> States | None:
+def _exchanged(model: Model, trained: int) -> States | None:
     """What FSDP's MixedPrecision gathers and reduces in 16 bits of float32 weights.
 
     torch 2.13, ``distributed/fsdp/api.py``: ``reduce_dtype`` is ``param_dtype`` unless given.
     """
-    workload = case.workload
-    if case.engine == "mlx" or not workload.sharding.fsdp or workload.quantized:
+    workload = model.workload
+    mixes = workload.sharding.fsdp and model.weight_width == FLOAT32 and not workload.quantized
+    if not mixes:
         return None
-    model = Model(case.architecture, workload, case.settings)
-    if model.weight_width != FLOAT32:
-        return None
-    trained = trained_elements(model)
-    elements = case.architecture.num_parameters + (0 if model.trains_all else trained)
+    elements = model.architecture.num_parameters + (0 if model.trains_all else trained)
     return States(elements * workload.dtype_bytes, trained * workload.dtype_bytes)
 
 
-def _mlx_states(case: TrainingCase) -> tuple[States, int]:
+def _mlx_kept(case: TrainingCase) -> _Kept:
     from uma.engines.mlx_training import optimizer_bytes, trained_arrays
 
     arrays = trained_arrays(case.architecture, case.workload)
@@ -110,4 +160,4 @@ def _mlx_states(case: TrainingCase) -> tuple[States, int]:
     parameters = case.weights.size_bytes
     if case.workload.method != "full":
         parameters += FLOAT32 * adapter_elements(case.architecture, case.workload)
-    return States(parameters, trained, optimizer_bytes(case.workload, arrays)), 0
+    return _Kept(States(parameters, trained, optimizer_bytes(case.workload, arrays)))

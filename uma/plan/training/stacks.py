@@ -1,35 +1,157 @@
-"""What programs around PyTorch do differently: presets of the stack's options."""
+"""What trains under torch: from here alone a training has the settings of the engine.
 
+``PROGRAMS`` is what a program does of itself, ``Stack`` adds what its user chooses, and
+``settings_for`` what follows from the workload: how it is sharded, and which model it is.
+"""
+
+from dataclasses import replace
+from math import ceil
 from typing import Literal
 
+from uma.architecture.layers import Architecture
+from uma.engines.eager import EAGER_BY_DEFAULT
 from uma.engines.torch_model import Settings
-from uma.memory.loss import Copies
+from uma.engines.torch_ops import FLOAT32
+from uma.frozen import dataclass
+from uma.memory.loss import TRANSFORMERS_46, Copies
+from uma.workload import TrainingWorkload
 
-Stack = Literal["trainer", "torchtune", "unsloth"]
+StackName = Literal["trainer", "trainer-2024", "torchtune", "litgpt", "unsloth"]
+Precision = Literal["16-bit", "mixed", "pure"]
+Kernels = Literal["liger", "unsloth"]
+
+OF_TRANSFORMERS = ("trainer", "trainer-2024")
+
+# trainer: transformers 5.24: AdamW in one kernel (training_args.py, default_optim), checkpoints
+#   that are not reentrant (modeling_utils.py, _activation_checkpointing_enable); experts in two
+#   stacks, on rows sorted by expert (get_correct_experts_implementation: grouped_mm); PEFT 0.21:
+#   adapters in float32 (tuners/tuners_utils.py, _cast_adapter_dtype). Neither they nor TRL 1.10
+#   (sft_trainer.py) call prepare_model_for_kbit_training: a script does, --prepare-kbit.
+# trainer-2024: transformers 4.46 to 4.48: optim="adamw_torch", on CUDA torch's foreach form; the
+#   loss of shifted logits; reentrant checkpoints (Trainer.train). TRL 0.8 to 0.12
+#   (peft_module_casting_to_bf16) brings a prepared model's head back to 16 bits.
+# torchtune: 0.6, recipes/configs/llama3_1: dtype bf16, fused AdamW, the loss in chunks
+#   (modules/loss); adapters in the model's type (modules/peft/lora.py).
+# litgpt: 0.5, finetune/lora.py: bf16-true, foreach AdamW; a head whose logits are in chunks; fit
+#   binds loss and logits again after the next batch has run; Fabric's FSDPStrategy puts frozen
+#   and trained parameters of a Block in one unit (use_orig_params).
+# unsloth: since November 2024: its kernels for norms, adapters without dropout, and a loss without
+#   logits (cut cross-entropy; unsloth_zoo, fused_losses: in slices); checkpoints that lie on the
+#   host (use_gradient_checkpointing="unsloth"); adapters alone in float32
+#   (unsloth_zoo/training_utils.py, prepare_model_for_training).
+PROGRAMS: dict[StackName, Settings] = {
+    "trainer": Settings(
+        prepare_kbit=False,
+        foreach=False,
+        reentrant=False,
+        inputs_need_gradients=False,
+        expert_modules=False,
+        sorted_experts=True,
+    ),
+    "trainer-2024": Settings(
+        prepare_kbit=False,
+        casts_head_back=True,
+        inputs_need_gradients=False,
+        copies=TRANSFORMERS_46,
+    ),
+    "torchtune": Settings(
+        autocast=False,
+        prepare_kbit=False,
+        adapter_width=2,
+        foreach=False,
+        reentrant=False,
+        inputs_need_gradients=False,
+        copies=Copies(chunks=8),
+        fsdp_hooks=False,
+    ),
+    "litgpt": Settings(
+        autocast=False,
+        prepare_kbit=False,
+        adapter_width=2,
+        reentrant=False,
+        inputs_need_gradients=False,
+        copies=Copies(chunks=8),
+        fsdp_hooks=False,
+        mixes_frozen=True,
+        holds_last_graph=True,
+    ),
+    "unsloth": Settings(
+        prepare_kbit=False,
+        offloads_inputs=True,
+        fused_kernels=True,
+        fused_adapters=True,
+        foreach=False,
+        fsdp_hooks=False,
+    ),
+}
 
 
-def settings_of(stack: Stack) -> Settings:
-    """``trainer``: transformers' Trainer with PEFT and bitsandbytes.
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A program around PyTorch, and what its user chooses.
 
-    ``torchtune`` (0.4 to 0.6, and litgpt): all in 16 bits without autocast, adapters too, the loss
-    in chunks. ``unsloth`` (2024 and later): its kernels for norms, adapters and the loss, which
-    writes over the logits, and checkpoints that lie on the host.
+    ``precision`` is 16-bit weights under autocast, float32 weights under it (``mixed``), or 16 bits
+    without it (``pure``). ``prepare_kbit`` is PEFT's ``prepare_model_for_kbit_training``.
+    ``lora_dropout`` keeps a copy of each adapted input, and ``optimizer_in_backward`` updates a
+    parameter as soon as its gradient is there (torchtune's ``optimizer_in_bwd``).
+    ``fused_kernels`` are those for norms and rotary embeddings, Liger's (``use_liger_kernel``), or
+    Unsloth's and axolotl's, which has them for adapters too. ``variable_lengths`` are batches of
+    ever other sizes.
     """
-    if stack == "torchtune":
-        return Settings(
-            autocast=False,
-            prepare_kbit=False,
-            adapter_width=2,
-            reentrant=False,
-            inputs_need_gradients=False,
-            copies=Copies(chunks=8),
-        )
-    if stack == "unsloth":
-        return Settings(
-            casts_head_back=True,
-            copies=Copies(in_place=True, width=2),
-            offloads_inputs=True,
-            fused_kernels=True,
-            fused_adapters=True,
-        )
-    return Settings()
+
+    name: StackName = "trainer"
+    precision: Precision = "16-bit"
+    prepare_kbit: bool = False
+    lora_dropout: bool = False
+    optimizer_in_backward: bool = False
+    fused_kernels: Kernels | None = None
+    variable_lengths: bool = False
+
+    @property
+    def is_of_transformers(self) -> bool:
+        return self.name in OF_TRANSFORMERS
+
+
+def settings_for(stack: Stack, workload: TrainingWorkload, architecture: Architecture) -> Settings:
+    """The engine's settings of ``workload`` under ``stack``.
+
+    DeepSpeed casts every parameter to 16 bits, adapters too, and needs no autocast (0.19.8,
+    ``runtime/engine.py``, ``_cast_module_mixed_precision``). What PEFT's
+    ``prepare_model_for_kbit_training`` (0.21, ``utils/other.py``) makes float32, all that is not
+    quantized, it undoes, and FSDP refuses: the flat arrays of its units have one type. FSDP makes
+    float32 of trained 16-bit weights unless nothing is mixed (accelerate 1.15, ``accelerator.py``,
+    ``prepare_model``; ``fsdp_utils.py``, ``fsdp2_prepare_model``). FSDP 1, which
+    PEFT documents for adapters, is accelerate's default; Trainer's is FSDP 2 (transformers 5.24,
+    ``training_args.py``, ``_process_fsdp_args``), with which all of a model is trained.
+    """
+    spread, program, full = workload.sharding, PROGRAMS[stack.name], workload.method == "full"
+    mixed = stack.precision == "mixed"
+    deepspeed = spread.zero_stage > 0 and not spread.fsdp
+    pure = stack.precision == "pure" or deepspeed or (spread.fsdp and full)
+    eager = stack.name != "unsloth" and architecture.model_type in EAGER_BY_DEFAULT
+    prepares = program.prepare_kbit or stack.prepare_kbit
+    adapter_width = FLOAT32 if mixed else program.adapter_width
+    fused = program.fused_adapters and not stack.lora_dropout
+    copies = program.copies
+    if stack.name == "unsloth":
+        copies = Copies(slices=ceil(architecture.vocab_size / architecture.hidden_size))
+    return replace(
+        program,
+        autocast=mixed or (program.autocast and not pure),
+        prepare_kbit=prepares and not spread.zero_stage,
+        # peft_model.py, PeftModel.__init__: for checkpointing alone, which the engine knows.
+        inputs_need_gradients=program.inputs_need_gradients or prepares,
+        weight_width=FLOAT32 if mixed else 0,
+        adapter_width=workload.dtype_bytes if deepspeed else adapter_width,
+        kernel="eager" if eager else program.kernel,
+        dropout=stack.lora_dropout and not full,
+        fused_kernels=program.fused_kernels or stack.fused_kernels is not None,
+        # Not for DoRA, whose matrices are left to PEFT.
+        fused_adapters=(fused or stack.fused_kernels == "unsloth") and workload.method != "dora",
+        copies=copies,
+        deepspeed=deepspeed,
+        fsdp_hooks=program.fsdp_hooks and spread.fsdp and not (full and stack.name == "trainer"),
+        mixes_frozen=program.mixes_frozen and not full,
+        optimizer_in_backward=stack.optimizer_in_backward,
+        variable_lengths=stack.variable_lengths,
+    )

@@ -1,20 +1,28 @@
 """Which parameters train: mlx-lm's LoRA and DoRA layers, or whole layers; read and written."""
 
-import json
+import errno
 import os
+import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from uma.errors import CheckpointError, StorageError, UnsupportedModel, UsageError
+from uma.measurement.run_folder import write_json
+from uma.runtime.forms import leaves, to_float32
+from uma.runtime.load import open_model
 
 Method = Literal["lora", "dora", "full"]
 CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
+_FULL = 1 << 20
+"""Bytes that are left of a disk on which no adapter finds room."""
+
 _LEAVES = {"lora": {"lora_a", "lora_b"}, "dora": {"lora_a", "lora_b", "m"}}
 
 
@@ -78,6 +86,19 @@ def put_adapter(model: nn.Module, adapter: Adapter) -> dict[str, mx.array]:
     return trained
 
 
+def adapted(folder: Path, adapter: Adapter, *, float32: bool) -> dict[str, mx.array]:
+    """What ``put_adapter`` would make trainable, unevaluated: no weights are read.
+
+    Raises:
+        CheckpointError, UnsupportedModel, UsageError: As ``load`` and ``put_adapter`` would.
+    """
+    model, _ = open_model(folder)
+    if float32:
+        dense = [(path, to_float32(path, module)) for path, module in leaves(model)]
+        model.update_modules(tree_unflatten(dense))
+    return put_adapter(model, adapter)
+
+
 def require_only_adapter(trained: Mapping[str, mx.array], adapter: Adapter) -> None:
     """Stop if anything but the adapter would be trained.
 
@@ -124,18 +145,26 @@ def save_adapter(folder: Path, weights: Mapping[str, mx.array], config: Mapping[
     Raises:
         StorageError: If the disk is full or the folder cannot be written.
     """
+    partial = folder / f".{WEIGHTS}.partial.safetensors"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".{WEIGHTS}.partial.safetensors"
         mx.save_safetensors(str(partial), dict(weights))
         sync(partial)
         os.replace(partial, folder / WEIGHTS)
-        text = json.dumps(dict(config), indent=4, sort_keys=True) + "\n"
-        partial = folder / f".{CONFIG}.partial"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, folder / CONFIG)
+        write_json(folder / CONFIG, config)
     except (OSError, RuntimeError) as error:
-        raise StorageError(f"the adapter cannot be written to {folder}: {error}") from error
+        why = reason(error, folder)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise StorageError(f"the adapter cannot be written to {folder}: {why}") from error
+
+
+def reason(error: Exception, folder: Path) -> str:
+    """Why a file could not be written: MLX does not say (0.32.4, ``io/load.h``, ``FileWriter``)."""
+    with suppress(OSError):
+        if isinstance(error, RuntimeError) and shutil.disk_usage(folder).free < _FULL:
+            return os.strerror(errno.ENOSPC)
+    return getattr(error, "strerror", None) or str(error).removeprefix("[write] ").rstrip(".")
 
 
 def load_adapter(weights_file: Path, trained: Mapping[str, mx.array]) -> dict[str, mx.array]:

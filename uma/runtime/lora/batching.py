@@ -56,8 +56,17 @@ def batch_of(units: Sequence[Unit], token_weight: float) -> Batch:
     return Batch(tokens, targets, weights, segments if packed else None)
 
 
-def passes_of(units: Sequence[Unit], pass_tokens: int | None) -> Iterator[Sequence[Unit]]:
-    """The rows of a batch that go through the model together."""
+def passes_of(
+    units: Sequence[Unit], pass_tokens: int | None, row_tokens: int | None = None
+) -> Iterator[Sequence[Unit]]:
+    """The rows of a batch that go through the model together.
+
+    With ``row_tokens`` the examples of each row pass by themselves, in rows of at most so many.
+    """
+    if row_tokens is not None:
+        for unit in units:
+            yield from ([row] for row in units_of(unit, row_tokens))
+        return
     longest = padded_length(max(map(inputs_of, units)))
     at = 0
     for rows in passes(len(units), longest, pass_tokens):

@@ -22,7 +22,7 @@ from uma.measurement.run_folder import (
     read_state,
     state_text,
 )
-from uma.runtime.lora.adapter import WEIGHTS, load_adapter, sync
+from uma.runtime.lora.adapter import WEIGHTS, load_adapter, reason, sync
 
 KEPT = 2
 
@@ -46,9 +46,11 @@ def save_checkpoint(
         sync(partial / STATE)
         _replace(partial, final)
     except (OSError, RuntimeError) as error:
+        why = reason(error, run)
         shutil.rmtree(partial, ignore_errors=True)
+        rest = "earlier ones are kept" if checkpoints(run) else "there was none before it"
         raise StorageError(
-            f"the checkpoint cannot be written to {final}: {error}; earlier ones are kept"
+            f"the checkpoint cannot be written to {final}: {why}; {rest}; make room there and go on"
         ) from error
     for old in checkpoints(run)[:-kept]:
         _remove(old)

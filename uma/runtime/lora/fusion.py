@@ -128,9 +128,10 @@ Alternatives = Mapping[str, tuple[Kept, int]]
 
 
 def _others(stored: nn.Module, fusion: Fusion, keeps: Callable[[Form], Kept]) -> Alternatives:
-    """Of a quantized base; of another one nothing holds more than what was asked."""
+    """Forms that hold more than the one that was asked for."""
     modules = adapted_modules(stored).values()
-    if not any(hasattr(base_of(module), "bits") for module in modules):
+    quantized = any(hasattr(base_of(module), "bits") for module in modules)
+    if fusion.form == "dense" or (fusion.form == "stored" and not quantized):
         return {}
     forms: dict[str, Form] = {"--bits 8": Quantization(8, 64), "--bits 16": "dense"}
     found = {}
@@ -146,7 +147,7 @@ def _refusal(fusion: Fusion, found: Kept, others: Alternatives) -> str:
         f"{name}: {described(kept)}; these matrices then take {format_gib(size)}"
         for name, (kept, size) in others.items()
     ]
-    if others:
+    if "--bits 16" in others:
         lines.append("--dequantize: all of the model in 16 bits")
     lines.append("uma run --adapter-path: model and adapter side by side, nothing lost")
     return (

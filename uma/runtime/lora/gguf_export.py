@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_lm import gguf
 
 from uma.errors import StorageError, UnsupportedModel
+from uma.runtime.lora.adapter import reason, sync
 from uma.units import format_gib
 
 MODEL_TYPES = ("llama", "mistral")
@@ -125,10 +126,12 @@ def export_gguf(folder: Path, out: Path) -> int:
     partial = out.with_name(f".{out.stem}.partial.gguf")
     try:
         mx.save_gguf(str(partial), _arrays(weights, config), _metadata(folder, config))
+        sync(partial)
         os.replace(partial, out)
     except (OSError, RuntimeError) as error:
+        why = reason(error, out.absolute().parent)
         partial.unlink(missing_ok=True)
-        raise StorageError(f"{out} cannot be written: {error}") from error
+        raise StorageError(f"{out} cannot be written: {why}") from error
     return out.stat().st_size
 
 

@@ -126,4 +126,6 @@ def _backward(
     inputs: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
 ) -> tuple[mx.array, ...]:
     _, targets, weights = inputs
-    return outputs[1] * cotangents[0], mx.zeros_like(targets), mx.zeros_like(weights)
+    slope = outputs[1]
+    by_logits = slope * cotangents[0].astype(slope.dtype)
+    return by_logits, mx.zeros_like(targets), mx.zeros_like(weights)

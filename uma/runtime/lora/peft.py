@@ -93,7 +93,7 @@ def from_peft(folder: Path, model: nn.Module) -> tuple[Adapter, Arrays]:
 def _peft_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from error
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind is None:
@@ -112,8 +112,10 @@ def _peft_config(folder: Path) -> dict[str, Any]:
     if more:
         listed = ", ".join(f"{name}={value!r}"[:80] for name, value in more.items())
         raise UnsupportedModel(f"mlx-lm's layers have no {listed}")
-    found: dict[str, Any] = config
-    return found
+    dropout = config.get("lora_dropout") or 0.0
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise CheckpointError(f"lora_dropout is {dropout!r}, and no number from 0 to below 1")
+    return dict(config)
 
 
 def _tensors(folder: Path) -> Arrays:
@@ -141,9 +143,21 @@ def _parts(tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> dict[s
             raise CheckpointError(f"{path} has not the factors that its settings ask for")
         if found["a"].ndim != 2 or found["b"].ndim != 2:
             raise UnsupportedModel(f"{path} is no matrix but a convolution, or holds experts")
+        if found["a"].shape[0] != found["b"].shape[1]:
+            raise CheckpointError(f"the two factors of {path} have not the same rank")
+        for value in found.values():
+            _require_numbers(path, value)
         scale = _scale(path, found["a"].shape[0], config)
         parts[path] = _Part(found["a"], found["b"], found.get("m"), scale)
     return parts
+
+
+def _require_numbers(path: str, value: mx.array) -> None:
+    if not mx.issubdtype(value.dtype, mx.floating):
+        raise CheckpointError(f"{path} holds {value.dtype} and no floating-point numbers")
+    finite: Any = mx.isfinite(value).all().item()
+    if not finite:
+        raise CheckpointError(f"{path} holds numbers that are not finite")
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -155,10 +169,18 @@ def _split(name: str) -> tuple[str, str]:
 
 def _scale(path: str, rank: int, config: Mapping[str, Any]) -> float:
     """``alpha_pattern`` is matched as ``peft.utils.other.get_pattern_key`` does (0.21.2)."""
-    alphas: Mapping[str, float] = config.get("alpha_pattern") or {}
-    own = (a for key, a in alphas.items() if re.match(rf"(.*\.)?({key})$", path))
-    alpha = next(own, config.get("lora_alpha", 8))
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    try:
+        alphas: Mapping[str, float] = config.get("alpha_pattern") or {}
+        own = (a for key, a in alphas.items() if re.match(rf"(.*\.)?({key})$", path))
+        alpha = float(next(own, config.get("lora_alpha", 8)))
+        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    except (ValueError, TypeError, AttributeError, ZeroDivisionError, re.error) as error:
+        raise CheckpointError(
+            f"lora_alpha, alpha_pattern or the rank is no such: {error}"
+        ) from None
+    if not math.isfinite(scale):
+        raise CheckpointError(f"the scale of {path} is {scale}")
+    return scale
 
 
 def _own_path(path: str, part: _Part, model: Any) -> str:
@@ -176,8 +198,8 @@ def _own_path(path: str, part: _Part, model: Any) -> str:
         if len(renamed) == 1:
             path = next(iter(renamed)).removesuffix(".weight")
     module = modules.get(path)
-    if module is None or isinstance(module, SwitchLinear):
-        raise UnsupportedModel(f"{path} is no matrix of its own in mlx-lm's model")
+    if module is None or "weight" not in module or isinstance(module, SwitchLinear):
+        raise UnsupportedModel(f"{path or 'one'} is no matrix of its own in mlx-lm's model")
     if is_embedding(module):
         require_untied(path, modules)
         shape = shape[::-1]

@@ -1,6 +1,7 @@
 """How fast this processor multiplies matrices now, in the form that the weights have."""
 
 import time
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -11,10 +12,13 @@ from uma.runtime.lora.threads import fix_threads
 _ROWS, _WIDTH = 256, 1024
 
 
-def product_flops_per_s(quantization: Quantization | None) -> float:
+SECONDS, LEAST = 0.5, 4
+
+
+def product_flops_per_s(quantization: Quantization | None) -> tuple[float, float]:
     """FLOP/s of ``_ROWS`` rows by a matrix in float32, or quantized with float32 scales.
 
-    The faster of two timings after one that does not count: about 0.1 s with OpenBLAS.
+    Usual and best of ``SECONDS`` of products, for other programs may take a part of the processor.
     """
     fix_threads(None)
     rows, matrix = mx.ones((_ROWS, _WIDTH)), mx.ones((_WIDTH, _WIDTH))
@@ -28,10 +32,12 @@ def product_flops_per_s(quantization: Quantization | None) -> float:
     return _rate(lambda: mx.quantized_matmul(rows, *packed, transpose=True, **options))
 
 
-def _rate(run: Any) -> float:
-    times = []
-    for _ in range(3):
+def _rate(run: Any) -> tuple[float, float]:
+    mx.eval(run())  # the first one does not count
+    times: list[float] = []
+    while sum(times) < SECONDS or len(times) < LEAST:
         start = time.perf_counter()
         mx.eval(run())
         times.append(time.perf_counter() - start)
-    return 2.0 * _ROWS * _WIDTH * _WIDTH / min(times[1:])
+    flops = 2.0 * _ROWS * _WIDTH * _WIDTH
+    return flops / median(times), flops / min(times)

@@ -24,13 +24,15 @@ from uma.measurement.run_folder import (
     append,
     checkpoints,
     differences,
+    failed,
     held,
     read_state,
+    require_free,
     write_json,
 )
 from uma.runtime.backend import backend
 from uma.runtime.load import LoadedModel
-from uma.runtime.lora.adapter import WEIGHTS, Adapter, put_adapter, save_adapter
+from uma.runtime.lora.adapter import CONFIG, Adapter, put_adapter, save_adapter
 from uma.runtime.lora.checkpoint import KEPT, restore, save_checkpoint
 from uma.runtime.lora.optimizer import make_optimizer
 from uma.runtime.lora.random_state import random_state
@@ -44,10 +46,12 @@ FREE = {
 }
 """Of the course what a resumed run may change: it does not change what was trained."""
 
-ROUNDING = {"pass_tokens", "loss_rows", "attention_slice_bytes"}
+ROUNDING = {"pass_tokens", "row_tokens", "loss_rows", "attention_slice_bytes"}
 """What changes the order of sums, and what dropout draws, and nothing else."""
 
-Ending = Literal["done", "stopped", "patience"]
+Ending = Literal["done", "stopped", "abandoned", "patience"]
+Stop = Literal["", "stopped", "abandoned"]
+"""Nothing, or why to save and leave: somebody asked, or the process that supervises is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,7 @@ class _Keeper:
     settings: dict[str, Any]
     environment: dict[str, Any]
     on_event: Callable[[Event], None]
-    stopped: Callable[[], bool]
+    stopped: Callable[[], Stop]
     kept: int
     optimizer: Any = None
     meter: PhaseMeter = field(default_factory=PhaseMeter)
@@ -129,11 +133,11 @@ class _Keeper:
     def report(self, event: Event) -> None:
         """Log an event, with the memory now and at most and the share of the run that is left."""
         iters = self.recipe.course.iters
-        peak = max(self.meter.peak_bytes, mx.get_peak_memory())
+        memory = mx.get_active_memory() + mx.get_cache_memory()
         event |= {
             "iters": iters,
-            "memory_bytes": mx.get_active_memory() + mx.get_cache_memory(),
-            "peak_memory_bytes": peak,
+            "memory_bytes": memory,
+            "peak_memory_bytes": max(memory, self.meter.peak_bytes, mx.get_peak_memory()),
         }
         self.last |= event
         if "s_per_iter" in self.last:
@@ -155,21 +159,6 @@ class _Keeper:
         save_adapter(folder, weights, _adapter_config(self.loaded, self.recipe))
 
 
-def require_free(folder: Path, resume: bool) -> None:
-    """Refuse to write over another run, and to resume what is not there.
-
-    Raises:
-        UsageError: With what to do instead.
-    """
-    there = checkpoints(folder)
-    if resume and not there:
-        raise UsageError(f"{folder} has no checkpoint to resume; leave out --resume to begin")
-    if not resume and (there or (folder / WEIGHTS).exists()):
-        raise UsageError(
-            f"{folder} holds another run; continue it with --resume, or give another --adapter-path"
-        )
-
-
 def fine_tune(
     loaded: LoadedModel,
     examples: Sequence[Example],
@@ -181,7 +170,7 @@ def fine_tune(
     data: dict[str, Any],
     blas: str,
     on_event: Callable[[Event], None],
-    stopped: Callable[[], bool] = lambda: False,
+    stopped: Callable[[], Stop] = lambda: "",
     kept: int = KEPT,
     about: Mapping[str, Any] = MappingProxyType({}),
 ) -> Result:
@@ -199,8 +188,7 @@ def fine_tune(
     with held(folder):
         require_free(folder, resume)
         mx.random.seed(recipe.course.seed)
-        trained = put_adapter(loaded.model, recipe.adapter)
-        mx.eval(trained)
+        mx.eval(put_adapter(loaded.model, recipe.adapter))
         keeper = _Keeper(
             folder,
             loaded,
@@ -217,9 +205,14 @@ def fine_tune(
         begin = {"event": "begin", "iteration": progress.iteration, "iters": recipe.course.iters}
         append(folder, begin | {"settings": keeper.settings, "plan": about.get("plan")})
         on_event(begin | {"notes": notes})
-        held_bytes = _trained(keeper, examples, validation, progress, trained)
-        parameters = sum(value.size for value in trained.values())
+        held_bytes = _trained(keeper, examples, validation, progress)
+        parameters = sum(value.size for value in _trainable(loaded))
         return _result(keeper, progress, parameters, held_bytes, notes)
+
+
+def _trainable(loaded: LoadedModel) -> list[mx.array]:
+    """What trains now: kept longer, it would stay beside what an update makes of it."""
+    return [value for _, value in tree_flatten(loaded.model.trainable_parameters())]
 
 
 def _trained(
@@ -227,17 +220,16 @@ def _trained(
     examples: Sequence[Example],
     validation: Sequence[Example],
     progress: Progress,
-    trained: Mapping[str, mx.array],
 ) -> Held:
     """Train, and say what it held; an error is noted in the log before it goes on."""
     model, optimizer, course = keeper.loaded.model, keeper.optimizer, keeper.recipe.course
-    adapter_bytes = sum(value.nbytes for value in trained.values())
+    adapter_bytes = sum(value.nbytes for value in _trainable(keeper.loaded))
     resting = mx.get_active_memory() - _optimizer_bytes(optimizer)
     try:
         train(model, optimizer, examples, validation, course, progress, keeper)
     except Exception as error:
         with suppress(StorageError):
-            append(keeper.folder, {"event": "end", "how": "failed", "text": str(error)})
+            append(keeper.folder, failed(error))
         raise
     finally:
         keeper.meter.finish()
@@ -249,7 +241,7 @@ def _result(
     keeper: _Keeper, progress: Progress, parameters: int, measured: Held, notes: list[str]
 ) -> Result:
     course = keeper.recipe.course
-    ending: Ending = "stopped"
+    ending: Ending = keeper.stopped() or "stopped"
     if progress.iteration >= course.iters:
         ending = "done"
     elif exhausted(course, progress):
@@ -299,6 +291,8 @@ def _resumed(keeper: _Keeper) -> tuple[Progress, list[str]]:
     newest = checkpoints(keeper.folder)[-1]
     state = read_state(newest)
     if changed := differences(state.settings, keeper.settings):
+        if state.settings.get("base") != keeper.settings["base"]:
+            changed.append(f"the base was {_base_of(keeper.folder)}, is {keeper.loaded.folder}")
         listed = "\n".join(f"  {line}" for line in changed)
         raise UsageError(
             f"{keeper.folder} was trained with other settings; give the same:\n{listed}"
@@ -312,6 +306,14 @@ def _resumed(keeper: _Keeper) -> tuple[Progress, list[str]]:
             "other arithmetic)"
         )
     return state.progress, notes
+
+
+def _base_of(run: Path) -> str:
+    """The folder of the model that a run trained, as its adapter says it."""
+    try:
+        return str(json.loads((run / CONFIG).read_text(encoding="utf-8"))["model"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another one"
 
 
 def _adapter_config(loaded: LoadedModel, recipe: Recipe) -> dict[str, Any]:

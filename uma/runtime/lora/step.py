@@ -5,6 +5,7 @@ layer, from the last to the first that has something to train, is run again and 
 bounds the peak is that each phase is evaluated before the next begins.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -39,18 +40,21 @@ def loss_and_gradients(
     *,
     loss_rows: int | None = None,
     attention_slice_bytes: int = attention.SLICE_BYTES,
+    phase: Callable[[str], None] = lambda _: None,
 ) -> tuple[mx.array, Gradients]:
     """The loss of ``batch`` and its gradient by each trainable parameter, by name, evaluated.
 
     ``loss_rows`` positions at a time pass the head; by default as many as make the logits of one
-    slice ``loss.SLICE_BYTES``.
+    slice ``loss.SLICE_BYTES``. ``phase`` is told when the way forward begins, and the way back.
 
     Raises:
         UnsupportedModel: If the model's layers do not follow one another as the step needs.
     """
     with attention.sliced_attention(attention_slice_bytes), chunked_recurrences():
+        phase("forward")
         tape = Tape(model, batch.tokens, batch.segments)
         loss = tape.tail(batch.targets.reshape(-1), batch.weights.reshape(-1), loss_rows)
+        phase("backward")
         tape.backward()
     return loss, tape.gradients
 

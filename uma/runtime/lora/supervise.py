@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, Literal
 
 from uma.measurement.failures import explain
@@ -22,10 +23,6 @@ from uma.units import format_gib
 PARENT = "UMA_TRAINING_PARENT"
 """Variable by which the child knows its parent; if that is gone, the child saves and leaves."""
 
-DETACHED = "UMA_TRAINING_DETACHED"
-"""Variable of a process that ``--detach`` began: it supervises, whatever the settings say."""
-
-TERMINAL = "UMA_TRAINING_TERMINAL"
 TAIL = 64 << 10
 SAMPLE_S = 1.0
 LAST_WORDS_S = 5.0  # what a tracker of --report-to left behind may hold the pipes for ever
@@ -79,7 +76,12 @@ class Cause:
         return self.cause in SMALLER_HELPS
 
 
-def run_child(command: Sequence[str], *, allow_sleep: bool) -> Ended:
+def run_child(
+    command: Sequence[str],
+    variables: Mapping[str, str] = MappingProxyType({}),
+    *,
+    allow_sleep: bool,
+) -> Ended:
     """Run ``command`` to its end: its errors are shown as they come, its output is kept.
 
     The signals that ask to leave are passed on to it. It has a session of its own, so that Ctrl-C
@@ -94,8 +96,8 @@ def run_child(command: Sequence[str], *, allow_sleep: bool) -> Ended:
             stderr=subprocess.PIPE,
             env={
                 **child_environment(),
+                **variables,
                 PARENT: str(os.getpid()),
-                TERMINAL: "1" if sys.stderr.isatty() else "",
             },
             start_new_session=True,
         )
@@ -162,6 +164,15 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
+def leaving_signals() -> list[int]:
+    """The signals that ask to leave, without those that this process was begun to ignore.
+
+    ``nohup`` has SIGHUP ignored, and a script that of what it runs in the background SIGINT.
+    """
+    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+
+
 @dataclass(slots=True)
 class _Signals:
     pid: int | None = None
@@ -181,8 +192,7 @@ def _passed_on() -> Iterator[_Signals]:
 
     former = {}
     if threading.current_thread() is threading.main_thread():
-        numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
-        former = {number: signal.signal(number, handle) for number in numbers}
+        former = {number: signal.signal(number, handle) for number in leaving_signals()}
     try:
         yield signals
     finally:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,8 +44,8 @@ class Course:
     without a new lowest loss it ends.
 
     ``pass_tokens`` positions of a batch at most go through the model together, and ``loss_rows``
-    of them through the head: smaller ones take less memory, and change nothing but rounding and
-    what dropout draws.
+    of them through the head; the examples of a packed row pass in rows of ``row_tokens``. Smaller
+    ones take less memory, and change nothing but rounding and what dropout draws.
     """
 
     iters: int
@@ -60,6 +60,7 @@ class Course:
     save_every: int = 100
     patience: int | None = None
     pass_tokens: int | None = None
+    row_tokens: int | None = None
     loss_rows: int | None = None
     attention_slice_bytes: int = attention.SLICE_BYTES
 
@@ -76,8 +77,8 @@ class Keeper(Protocol):
 
     def keep_best(self, progress: Progress) -> None: ...
 
-    def stopped(self) -> bool:
-        """Whether somebody asked to save and leave."""
+    def stopped(self) -> str:
+        """Why to save and leave now, or nothing."""
 
 
 def train(
@@ -102,15 +103,14 @@ def train(
         require_packable(model)
     batches = Batches(units_of(examples, course.pack_tokens), course.batch_size, course.seed)
     window = _Window()
-    halted = keeper.stopped()
+    halted = bool(keeper.stopped())
     if not progress.iteration and validation and not halted:
         _try_step(model, batches.units)
         _validate(model, validation, course, progress, keeper)
     while progress.iteration < course.iters and not (halted or exhausted(course, progress)):
         before = progress.iteration
-        keeper.phase("backward")
-        _step(model, optimizer, batches, course, progress, window)
-        halted = keeper.stopped()
+        _step(model, optimizer, batches, course, progress, window, keeper.phase)
+        halted = bool(keeper.stopped())
         done = progress.iteration == course.iters
         if done or _passed(before, progress.iteration, course.steps_per_report):
             progress.train_loss = window.loss
@@ -121,7 +121,7 @@ def train(
         done = done or halted or exhausted(course, progress)
         if done or _passed(before, progress.iteration, course.save_every):
             keeper.phase("save")
-            _require_finite_adapter(model, progress.iteration)
+            _require_finite_adapter(model, optimizer, progress.iteration)
             keeper.save(progress)
     return progress
 
@@ -148,6 +148,7 @@ def _step(
     course: Course,
     progress: Progress,
     window: "_Window",
+    phase: Callable[[str], None],
 ) -> None:
     """One update, from as many batches as it takes."""
     first = progress.iteration
@@ -155,7 +156,8 @@ def _step(
     group = [batches[n] for n in range(first, first + count)]
     started = time.perf_counter()
     model.train()
-    loss, gradients = _accumulated(model, group, first, course)
+    loss, gradients = _accumulated(model, group, first, course, phase)
+    phase("optimizer")
     _update(model, optimizer, gradients, course.max_grad_norm)
     tokens = sum(map(targets_of, group))
     window.add(loss, tokens, count, time.perf_counter() - started)
@@ -168,18 +170,23 @@ def _passed(before: int, now: int, every: int) -> bool:
 
 
 def _accumulated(
-    model: nn.Module, group: Sequence[Sequence[Unit]], first: int, course: Course
+    model: nn.Module,
+    group: Sequence[Sequence[Unit]],
+    first: int,
+    course: Course,
+    phase: Callable[[str], None],
 ) -> tuple[float, Gradients]:
     """Loss and gradients of one update, the mean over all its supervised tokens."""
     weight = 1 / sum(map(targets_of, group))
     total, gradients = 0.0, Gradients()
     for n, batch in enumerate(group, start=first + 1):
-        for part in passes_of(batch, course.pass_tokens):
+        for part in passes_of(batch, course.pass_tokens, course.row_tokens):
             loss, found = loss_and_gradients(
                 model,
                 batch_of(part, weight),
                 loss_rows=course.loss_rows,
                 attention_slice_bytes=course.attention_slice_bytes,
+                phase=phase,
             )
             _require_finite(loss, found, n, part)
             total += _number(loss)
@@ -214,12 +221,14 @@ def _require_finite(
         )
 
 
-def _require_finite_adapter(model: nn.Module, iteration: int) -> None:
+def _require_finite_adapter(model: nn.Module, optimizer: Any, iteration: int) -> None:
+    """Of the optimizer too: with infinite averages of squares nothing moves any more."""
     bad = _not_finite(dict(tree_flatten(model.trainable_parameters())))
+    bad = bad or _not_finite(dict(tree_flatten(optimizer.state, ".optimizer")))
     if bad is not None:
         raise Diverged(
             f"{bad} is not finite after iteration {iteration}; it is not saved, and what was saved "
-            "before is as it was; lower --learning-rate, or bound --max-grad-norm"
+            "before is as it was; lower --learning-rate or --scale, or bound --max-grad-norm"
         )
 
 
@@ -271,13 +280,13 @@ def _validate(
             "before is as it was; lower --learning-rate, or look at valid.jsonl"
         )
     progress.val_loss = loss
-    if progress.iteration:
-        if progress.best_val_loss is None or loss < progress.best_val_loss:
-            progress.best_val_loss, progress.best_iteration = loss, progress.iteration
-            progress.worse = 0
+    if progress.best_val_loss is None or loss < progress.best_val_loss:
+        progress.best_val_loss, progress.best_iteration = loss, progress.iteration
+        progress.worse = 0
+        if progress.iteration:  # before that it is the untouched model
             keeper.keep_best(progress)
-        else:
-            progress.worse += 1
+    else:
+        progress.worse += 1
     keeper.report(
         {
             "event": "validation",

@@ -1,0 +1,217 @@
+"""What the stacks of PyTorch hold, each case against a fact of its source or a published figure."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_training_stacks import CARD, estimated
+from test_training_torch import model
+
+from uma.cli import main
+from uma.engines.torch_training import training_terms
+from uma.ledger import peak
+from uma.memory.loss import Copies
+from uma.plan.training.stacks import Stack, settings_for
+from uma.units import GIB
+from uma.workload import TrainingWorkload
+
+
+def terms_of(found: dict[str, Any], phase: str) -> dict[str, int]:
+    """Bytes of each name in ``phase``."""
+    sizes: dict[str, int] = {}
+    for term in found["terms"]:
+        if term["phase"] == phase:
+            sizes[term["name"]] = sizes.get(term["name"], 0) + term["size_bytes"]
+    return sizes
+
+
+@pytest.mark.parametrize("words", [[], ["--num-layers", "2"], ["--devices", "8", "--fsdp", "full"]])
+def test_gradients_of_full_training_are_a_term_of_both_phases(
+    words: list[str], capsys: Any
+) -> None:
+    """Two bytes for each trained number, or a device's part of them."""
+    asked = ["llama-3-8b", *CARD, "--train", "full", "--grad-checkpoint"]
+    found = estimated(capsys, *asked, "--mem-kind", "allocated", *words)
+    whole = -(-2 * found["trainable_parameters"] // (8 if "--fsdp" in words else 1))
+    assert terms_of(found, "backward")["gradients"] == whole
+    assert terms_of(found, "optimizer")["gradients"] == whole
+    assert terms_of(found, "backward")["activations"] > 0
+
+
+def test_roots_of_second_moments_are_no_activations(capsys: Any) -> None:
+    asked = ["llama-3-8b", *CARD, "--train", "full", "--stack", "trainer-2024"]
+    sizes = terms_of(estimated(capsys, *asked), "optimizer")
+    assert sizes["other"] == sizes["gradients"]
+    assert "activations" not in sizes
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-30b-a3b", "mixtral-8x7b"])
+@pytest.mark.parametrize("quant", ["nf4", "int8"])
+def test_stacked_experts_stay_in_16_bits_as_they_do_for_inference(
+    name: str, quant: str, capsys: Any
+) -> None:
+    asked = [name, "--engine", "transformers", "--machine", "h200", "--quant", quant]
+    trained = estimated(capsys, *asked, "--train", "lora", "--batch-size", "1")
+    held = estimated(capsys, *asked)
+    assert terms_of(trained, "always")["weights"] == terms_of(held, "always")["weights"]
+
+
+def test_all_linear_has_no_adapters_of_stacked_experts_and_routers(capsys: Any) -> None:
+    """Qwen3-30B-A3B, 48 layers: q 2,048 x 4,096, k and v 2,048 x 512, o 4,096 x 2,048."""
+    asked = ["qwen3-30b-a3b", "--machine", "h200", "--train", "lora", "--rank", "8"]
+    found = estimated(capsys, *asked)
+    rows = 2 * (2048 + 4096) + 2 * (2048 + 512)
+    assert found["trainable_parameters"] == 48 * 8 * rows
+    before = estimated(capsys, *asked, "--stack", "trainer-2024")
+    assert before["trainable_parameters"] > 50 * found["trainable_parameters"]
+
+
+def test_the_layers_below_the_first_adapter_keep_nothing(capsys: Any) -> None:
+    """Two of 32 layers: 15.0 GiB of weights, 1 of two layers, 2.5 to 3.4 of logits."""
+    asked = ["llama-3-8b", *CARD, "--train", "lora", "--mem-kind", "allocated"]
+    few, all_of_them = (
+        estimated(capsys, *asked, *words)["total_bytes"] for words in (["--num-layers", "2"], [])
+    )
+    assert 18.4 * GIB < few < 19.5 * GIB
+    assert all_of_them > few + 30 * 0.4 * GIB
+
+
+@pytest.mark.parametrize("words", [[], ["--grad-checkpoint"]])
+def test_the_last_layers_alone_have_gradients_in_full_training(
+    words: list[str], capsys: Any
+) -> None:
+    """Two layers of Llama-3-8B have 218,112,000 numbers each."""
+    asked = ["llama-3-8b", *CARD, "--train", "full", "--num-layers", "2", *words]
+    found = estimated(capsys, *asked, "--mem-kind", "allocated")
+    assert found["trainable_parameters"] == 2 * 218_112_000
+    assert terms_of(found, "backward")["gradients"] == 2 * 2 * 218_112_000
+    assert found["total_bytes"] < 21 * GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "tokens"),
+    [
+        ("llama-3-70b", "rtx-6000-ada", 12_106),
+        ("llama-3-70b", "a100-sxm4-80gb", 89_389),
+        ("llama-3.1-8b", "a100-sxm4-80gb", 342_733),
+    ],
+)
+def test_unsloth_reaches_the_lengths_that_it_publishes(
+    name: str, machine: str, tokens: int, capsys: Any
+) -> None:
+    """unsloth.ai/blog/llama3-3: QLoRA of rank 32 with its cut cross-entropy, one row."""
+    asked = [name, "--machine", machine, "--train", "qlora", "--rank", "32", "--stack", "unsloth"]
+    asked += ["--batch-size", "1", "--max-seq-length", "1024", "--optimizer", "adamw-8bit"]
+    found = estimated(capsys, *asked)
+    assert found["largest"]["max_seq_length"] == pytest.approx(tokens, rel=0.25)
+
+
+@pytest.mark.parametrize("every", [[], ["--grad-checkpoint", "--checkpoint-every", "4"]])
+def test_unsloths_checkpoints_are_counted_on_the_host(every: list[str], capsys: Any) -> None:
+    """An input of 4,096 16-bit numbers a token, of 32 layers or of each fourth."""
+    asked = ["llama-3-8b", *CARD, "--train", "qlora", "--stack", "unsloth"]
+    found = estimated(capsys, *asked, "--max-seq-length", "100000", "--host-ram", "512GB", *every)
+    kept = 8 if every else 32
+    assert found["sharding"]["host_bytes"] == kept * 100_000 * 4096 * 2
+    little = estimated(capsys, *asked, "--max-seq-length", "100000", "--host-ram", "24GB")
+    assert little["verdict"] == "exceeds"
+
+
+def test_matrices_with_dora_are_left_to_peft_by_unsloths_kernels(capsys: Any) -> None:
+    asked = ["llama-3-8b", *CARD, "--mem-kind", "allocated", "--stack", "unsloth"]
+    lora, dora = (
+        estimated(capsys, *asked, "--train", train)["total_bytes"] for train in ("lora", "dora")
+    )
+    assert dora > 1.02 * lora
+
+
+def test_the_first_stage_of_a_pipeline_holds_the_embeddings_too(capsys: Any) -> None:
+    """Gemma 2 9B, 42 layers in 8 stages: 6 of 198,193,152 numbers, and the tied 256,000 x 3,584."""
+    asked = ["gemma-2-9b", "--machine", "8xa100-sxm4-80gb", "--train", "full", "--batch-size", "1"]
+    asked += ["--pipeline", "8", "--grad-accumulation-steps", "8", "--mem-kind", "allocated"]
+    found = estimated(capsys, *asked)
+    stage = 6 * 198_193_152 + 256_000 * 3584
+    sizes = terms_of(found, "always")
+    assert sizes["weights"] == pytest.approx(2 * stage, rel=1e-4)
+    assert sizes["optimizer_states"] == pytest.approx(4 * stage, rel=1e-4)
+    assert terms_of(found, "optimizer")["gradients"] == pytest.approx(2 * stage, rel=1e-4)
+    assert found["sharding"]["device_state_bytes"] == pytest.approx(8 * stage, rel=1e-4)
+
+
+def test_a_head_of_its_own_is_in_the_last_stage(capsys: Any) -> None:
+    """Llama-3-8B in 4 stages: 8 of 32 layers, and half of 2 x 128,256 x 4,096."""
+    asked = ["llama-3-8b", "--machine", "4xa100-sxm4-80gb", "--train", "full", "--batch-size", "1"]
+    found = estimated(capsys, *asked, "--pipeline", "4", "--grad-accumulation-steps", "4")
+    stage = 8 * 218_112_000 + 128_256 * 4096
+    assert terms_of(found, "always")["weights"] == pytest.approx(2 * stage, rel=1e-4)
+
+
+def test_adafactors_update_makes_four_float32_arrays_of_the_embeddings(capsys: Any) -> None:
+    """Of 128,256 x 4,096 numbers: gradient, parameter, the square and its sum with a constant."""
+    asked = ["llama-3-8b", *CARD, "--train", "full", "--optimizer", "adafactor"]
+    sizes = terms_of(estimated(capsys, *asked, "--grad-checkpoint"), "optimizer")
+    assert sizes["other"] == 4 * 4 * 128_256 * 4096
+
+
+def test_muon_leaves_embeddings_head_and_norms_to_adamw(capsys: Any) -> None:
+    """One array of momentum for the matrices of Llama-3-8B, two moments for the others."""
+    asked = ["llama-3-8b", *CARD, "--train", "full", "--optimizer", "muon"]
+    found = estimated(capsys, *asked)
+    rest = 2 * 128_256 * 4096 + 65 * 4096
+    expected = 2 * (found["trainable_parameters"] + rest)
+    assert terms_of(found, "always")["optimizer_states"] == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--train", "lora", "--quant", "mxfp4"], "no adapters on mxfp4"),
+        (["--train", "lora", "--quant", "fp8", "--stack", "trainer-2024"], "no adapters on fp8"),
+        (["--train", "lora", "--quant", "nvfp4"], "no adapters on compressed-tensors-nvfp4"),
+        (["--train", "lora", "--quant", "gptq", "--stack", "torchtune"], "torchtune has no"),
+        (["--train", "lora", "--quant", "int8", "--stack", "torchtune"], "torchtune has no"),
+        (["--train", "lora", "--quant", "awq", "--stack", "unsloth"], "unsloth has no adapters"),
+        (["--train", "dora", "--quant", "gptq"], "no DoRA on gptq"),
+        (["--train", "dora", "--quant", "awq"], "no DoRA on awq"),
+        (["--train", "lora", "--tensor", "8", "--sequence", "8"], "not divisible by 64"),
+    ],
+)
+def test_bases_and_splits_that_nothing_trains_are_refused(
+    words: list[str], reason: str, capsys: Any
+) -> None:
+    name = "gpt-oss-20b" if "mxfp4" in words else "llama-3-8b"
+    assert main(["estimate", name, *CARD, *words]) == 2
+    assert reason in " ".join(capsys.readouterr().err.split())
+
+
+def test_adapters_on_fp8_are_trained_by_transformers_5(capsys: Any) -> None:
+    """``FP8LinearFunction`` has a backward pass, for which one matrix is made 16 bits wide."""
+    asked = ["llama-3-8b", *CARD, "--train", "lora", "--quant"]
+    packed, half = (estimated(capsys, *asked, quant)["total_bytes"] for quant in ("fp8", "bf16"))
+    assert packed < half - 6 * GIB
+
+
+def test_heads_that_both_splits_divide_together_are_computed(capsys: Any) -> None:
+    asked = ["llama-3-8b", *CARD, "--train", "lora", "--tensor", "4", "--sequence", "8"]
+    assert estimated(capsys, *asked)["total_bytes"]
+
+
+@pytest.mark.parametrize(("gigabytes", "tokens"), [(48, 7_385), (80, 48_447)])
+def test_logits_that_accelerate_widens_fill_a_card_at_the_lengths_of_before(
+    gigabytes: int, tokens: int
+) -> None:
+    """The same page, 70B before the cut cross-entropy: what is allocated leaves a tenth at most."""
+    workload = TrainingWorkload(
+        rank=32,
+        num_layers=None,
+        batch_size=1,
+        max_seq_length=tokens,
+        grad_checkpoint=1,
+        optimizer="adamw-8bit",
+        quantized="nf4-double",
+    )
+    llama = model("Meta-Llama-3-70B")
+    copies = Copies(in_place=True, width=2, converts_outputs=True)
+    settings = replace(settings_for(Stack("unsloth"), workload, llama), copies=copies)
+    needed = peak(training_terms(llama, workload, settings))[1]
+    assert 0.9 * gigabytes * GIB < needed < gigabytes * GIB

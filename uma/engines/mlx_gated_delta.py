@@ -1,0 +1,71 @@
+"""What the gated delta rule holds under ``mlx_lm.lora`` (mlx-lm 0.32.2, ``gated_delta.py``).
+
+In training every backend runs ``gated_delta_ops``, one step for each token (``use_kernel=not
+self.training``). A step keeps its decayed and its updated state, and going backward makes a
+gradient of each; that of a token's slice of the queries, keys and values is an array of all tokens
+(``SliceUpdate``), and nearly all of these are there before the first sum of them. Some 60
+operations a token are too many to lay out, so that the states and slices alive are counted.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from uma.memory.mlx_program import WAITING, Program, Value
+
+FLOAT32 = 4
+STATES = 2  # of a token, each way
+WAITS = WAITING + 10  # for what has just begun as well
+
+
+class Alive(NamedTuple):
+    """Arrays alive where slices need most: how many for each token, and how many more or fewer."""
+
+    states: tuple[float, float]
+    keys: tuple[float, float]
+    values: tuple[float, float]
+
+
+# Counted in the order of evaluation of layers laid out token by token, of 129, 257 and 513 tokens:
+# with adapters, the same where a layer's input has no gradient, and with all arrays trained.
+ADAPTERS = Alive(states=(2.17, -16), keys=(1.78, 5), values=(0.87, -22))
+FIRST = ADAPTERS._replace(states=(0.22, -4))
+ALL_TRAINED = Alive(states=(2.14, -62), keys=(0.85, 0), values=(0.80, -13))
+
+
+def of_all_tokens(
+    p: Program, sequences: Sequence[Value], state: Sequence[int], alive: Alive
+) -> Value:
+    """The rule over ``sequences``: queries, keys, values, decays, rates; ``state`` of all rows."""
+    q, _, v = sequences[:3]
+    rows, length, heads, wide = v.shape
+    late, keys, values = (max(0, round(each * length + more)) for each, more in alive)
+    late //= 2 * STATES
+    space = rows * length * heads * (keys * state[-1] * q.width + values * wide * v.width)
+    kept: list[Value] = []
+
+    def forward() -> Value:
+        for count in (length - late, late):
+            shape = STATES * count, prod(state)
+            kept.append(p.op("Scan", sequences, shape, FLOAT32, opaque=True))
+        return p.op("Scan", kept[-2:], v.shape, v.width, opaque=True)
+
+    def backward(g: Value) -> list[Value]:
+        early, last = ((x, p.op("Scan", [g, x], x.shape, opaque=True)) for x in kept[-2:])
+        done = _awaited(p, p.op("Reduce", [g, *early], (), opaque=True))
+        given = [done, *last]
+        by_q = p.op("SliceUpdate", given, q.shape, q.width, (space,), opaque=True)
+        rest = [*given, _awaited(p, by_q)]
+        return [
+            by_q,
+            *(p.op("SliceUpdate", rest, x.shape, x.width, opaque=True) for x in sequences[1:]),
+        ]
+
+    return p.custom(forward, backward, sequences)
+
+
+def _awaited(p: Program, x: Value) -> Value:
+    """A number that is there when all that was used to make ``x`` is free."""
+    for _ in range(WAITS):
+        x = p.op("Wait", [x], (), opaque=True)
+    return x

@@ -1,0 +1,182 @@
+"""Recurrent layers in chunks of tokens, as our own trainer runs them.
+
+``uma/runtime/lora/recurrence.py``: the states between chunks are kept, and each chunk runs again
+when its gradient is due. Of many chunks those are laid out that are alive with most of what the
+others leave: the last on the way there, and the first, which come last on the way back.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from uma.memory.liveness import Operation
+from uma.memory.mlx_program import Program, Value
+
+FLOAT32 = 4
+LAID_OUT = 2  # chunks of one scan at most: more give the same peak
+
+Scan = Callable[[Program, Sequence[Value], Sequence[Value], Value], tuple[Value, Value]]
+"""Outputs and the next state from sequences (tokens second), constants and a state."""
+
+Place = tuple[int, int]
+"""First token of a chunk and the one after its last."""
+
+
+@dataclass(slots=True)
+class Chunks:
+    """One recurrence over all tokens; ``out`` are the dimensions of a token's output."""
+
+    program: Program
+    sequences: Sequence[Value]
+    constants: Sequence[Value]
+    state: Value
+    chunk: int
+    scan: Scan
+    out: Sequence[int]
+    states: list[Value] = field(default_factory=list)
+
+    @property
+    def inputs(self) -> list[Value]:
+        return [*self.sequences, *self.constants, self.state]
+
+    def run(self) -> Value:
+        return self.program.custom(self._forward, self._backward, self.inputs)
+
+    def _places(self) -> list[Place]:
+        length = self.sequences[0].shape[1]
+        return [(at, min(at + self.chunk, length)) for at in range(0, length, self.chunk)]
+
+    def _cut(self, place: Place, done: Sequence[Value]) -> list[Value]:
+        """The sequences of a chunk, none of which can be read before ``done``."""
+        given = after(self.program, done, self.inputs)
+        return [self.program.slice(x, 1, *place) for x in given[: len(self.sequences)]]
+
+    def _forward(self) -> Value:
+        p, state = self.program, self.state
+        outputs: list[Value] = []
+        places = self._places()
+        for n, place in enumerate(places, start=LAID_OUT - len(places)):
+            parts = self._cut(place, outputs[-1:])
+            self.states.append(state)
+            if n < 0:
+                rows, length = parts[0].shape[:2]
+                output = p.op("Scan", [*parts, state], (rows, length, *self.out), opaque=True)
+                state = p.op("Scan", [output, state], state.shape, FLOAT32, opaque=True)
+            else:
+                output, state = self.scan(p, parts, self.constants, state)
+            outputs.append(output)
+        return p.concatenate(outputs, 1)
+
+    def _backward(self, g: Value) -> list[Value]:
+        p, count = self.program, len(self.sequences)
+        by_state = p.zeros(self.state.shape, FLOAT32)
+        found: list[Sequence[Value]] = []
+        done: list[Value] = []
+        total: list[Value] = []
+        for n, place in reversed(list(enumerate(self._places()))):
+            primals = [*self._cut(place, done), *self.constants, self.states[n]]
+            new = self._way_back(primals, p.slice(g, 1, *place), by_state, laid_out=n < LAID_OUT)
+            by_state = new.pop()
+            found.append(new[:count])
+            sums = [p.add(a, b) for a, b in zip(total, new[count:], strict=True)] if total else []
+            total = sums or new[count:]
+            done = [*new, by_state, *total]
+        joined = [p.concatenate(parts, 1) for parts in zip(*reversed(found), strict=True)]
+        return [*joined, *total, by_state]
+
+    def _way_back(
+        self, primals: list[Value], by_output: Value, by_state: Value, *, laid_out: bool
+    ) -> list[Value]:
+        """The gradients of a chunk's sequences, constants and state."""
+        p, count = self.program, len(self.sequences)
+        if not laid_out:
+            given = [*primals, by_output, by_state]
+            return [p.op("Scan", given, x.shape, x.width, opaque=True) for x in primals]
+        primals = [p.primal(x) for x in primals]
+        output, state = self.scan(p, primals[:count], primals[count:-1], primals[-1])
+        return p.vjp([(output, by_output), (state, by_state)], primals)
+
+
+def after(p: Program, done: Sequence[Value], values: Sequence[Value]) -> list[Value]:
+    """``values``, none of which can be read before ``done``: one operation for all."""
+    if not done:
+        return list(values)
+    made = [p.value(x.shape, x.width) for x in values]
+    inputs = tuple(x.number for x in (*values, *done))
+    p.operations.append(Operation("Depends", inputs, tuple(x.number for x in made)))
+    return made
+
+
+def ssm_chunk(
+    p: Program,
+    sequences: Sequence[Value],
+    constants: Sequence[Value],
+    state: Value,
+    *,
+    compiled: bool,
+) -> tuple[Value, Value]:
+    """``ssm_attn`` of mlx-lm 0.32.2 (``ssm.py``), of one step of tokens after a state.
+
+    What is ``compiled`` there is so outside of gradients.
+    """
+    x, b, c, dt = sequences
+    a_log, d, dt_bias = constants
+    rows, length, heads, _ = x.shape
+    step = p.compiled(dt, dt_bias) if compiled else time_step(p, dt, dt_bias)
+    decay = p.unary("Negative", p.unary("Exp", a_log))
+    dta = p.multiply(step, p.reshape(decay, 1, 1, heads))
+    dtx = p.multiply(p.reshape(step, rows, length, heads, 1), x)
+    y, new = ssm_step(p, [dtx, dta, b, c], state)
+    return p.add(y, p.multiply(x, p.reshape(d, 1, 1, heads, 1))), new
+
+
+def time_step(p: Program, dt: Value, bias: Value) -> Value:
+    """``compute_dt``: a softplus, clipped on both sides."""
+    x = p.binary("LogAddExp", p.add(p.astype(dt, FLOAT32), bias), p.scalar(FLOAT32))
+    return p.binary("Minimum", p.binary("Maximum", x, p.scalar(FLOAT32)), p.scalar(FLOAT32))
+
+
+def ssm_step(p: Program, cut: Sequence[Value], state: Value | None) -> tuple[Value, Value]:
+    """``_step`` of ``ssm_attn``: pairs of tokens within it, and the state before it."""
+    dtx, dta, b, c = cut
+    rows, length, heads, width = dtx.shape
+    groups, size = b.shape[2], b.shape[3]
+    repeats = heads // groups
+    b = p.transpose(b, 0, 2, 3, 1)
+    pairs = repeated(p, p.matmul(p.transpose(c, 0, 2, 1, 3), b), repeats, 1)
+    spread = repeated(p, p.expand_dims(p.transpose(dta, 0, 2, 1), 3), length, 3)
+    decay = p.unary("Exp", p.op("Scan", [lower(p, spread)], spread.shape))
+    weights = lower(p, p.multiply(pairs, decay))
+    y = p.transpose(p.matmul(weights, p.transpose(dtx, 0, 2, 1, 3)), 0, 2, 1, 3)
+    last = p.transpose(p.slice(decay, 2, length - 1, length), 0, 3, 1, 2)
+    b = p.transpose(repeated(p, b, repeats, 1), 0, 1, 3, 2)
+    held = p.multiply(dtx, last)
+    held = p.transpose(p.transpose(held, 0, 2, 1, 3), 0, 1, 3, 2)
+    new = p.matmul(held, b)
+    if state is None:
+        return y, new
+    grown = p.unary("Exp", p.op("Scan", [dta], dta.shape))
+    final = p.squeeze(p.slice(grown, 1, length - 1, length), (1,))
+    final = p.op("ExpandDims", [final], (rows, heads, 1, 1), None, ((2, 3),))
+    new = p.add(new, p.multiply(final, state))
+    c = p.reshape(c, rows, length, groups, 1, size, 1)
+    before = p.reshape(state, rows, 1, groups, repeats, width, size)
+    seen = p.flatten(p.squeeze(p.matmul(before, c), (5,)), 2, 3)
+    return p.add(y, p.multiply(p.expand_dims(grown, 3), seen)), new
+
+
+def lower(p: Program, x: Value) -> Value:
+    """``mx.tril``: the lower triangle of the last two axes."""
+    length = x.shape[-1]
+    sides = [p.broadcast_to(p.expand_dims(p.arange(length), i), (length, length)) for i in (1, 0)]
+    return p.where(p.op("GreaterEqual", sides, (length, length), 1), x)
+
+
+def repeated(p: Program, x: Value, count: int, axis: int) -> Value:
+    """``mx.repeat``."""
+    if count == 1:
+        return x
+    shape = list(x.shape)
+    shape.insert(axis + 1, count)
+    spread = p.broadcast_to(p.expand_dims(x, axis + 1), tuple(shape))
+    shape[axis : axis + 2] = [x.shape[axis] * count]
+    return p.op("Reshape", [spread], shape)

@@ -1,0 +1,302 @@
+"""Buffers over one evaluation: which are made, taken over and freed, and when.
+
+Arrays that are views of each other share a slot. Which slots a step makes, may take over and leaves
+behind follows from the order and from what each kind of operation does. Sizes, and what of them
+fits in what, are looked at only when a ``Timeline`` is run: on the CPU and on Metal, where buffers
+are freed when the task that used them has run (mlx 0.32.4, ``mlx/transforms.cpp``, ``eval_impl``).
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from sys import maxsize
+from typing import NamedTuple
+
+from uma.memory.array_layout import Effect, Layout
+from uma.memory.metal_activations import MAX_ELEMENTS, MAX_OPERATIONS
+from uma.workload import Backend
+
+DISPATCHES_PER_TASK = 10  # mlx/backend/cpu/encoder.h
+DONATION_EXTRA = 16384  # mlx/backend/common/utils.h, is_donatable
+METAL_PAGE = 16384  # mlx/backend/metal/allocator.cpp rounds larger buffers up to it
+
+SHARERS, HELD, TOUCHED = range(3)  # of a slot: live arrays; the last step that held and touched it
+
+Numbers = tuple[int, ...]
+
+
+class Kind(NamedTuple):
+    """What an operation does to memory, in one case.
+
+    ``made`` are the bytes of the outputs, ``temporary`` those of buffers that are free once it has
+    run, and ``largest`` is one of either, but for the first output. That takes over one of the
+    inputs ``donors``, if it has at most ``room`` bytes; the operation begins with a copy if it
+    ``copies``. ``spanned`` are elements of the buffers behind inputs and the first output,
+    ``elements`` those of all outputs.
+    """
+
+    shares: bool
+    donors: Numbers
+    dispatches: int
+    copies: bool
+    made: Numbers
+    temporary: int
+    largest: int
+    room: int
+    spanned: Numbers
+    elements: int
+
+
+def kind_of(
+    found: Effect, inputs: Sequence[Layout], outputs: Sequence[Layout], backend: Backend
+) -> Kind:
+    """``outputs`` are laid out row by row, which ``found`` may change."""
+    head = found.outputs[0]
+    made: Numbers = ()
+    if not found.shares:
+        made = tuple([buffer_bytes(x.spanned * x.itemsize, backend) for x in found.outputs])
+    temporaries = [buffer_bytes(size, backend) for size in found.temporaries]
+    return Kind(
+        found.shares,
+        tuple([i for i in found.donors if inputs[i].itemsize == head.itemsize]),
+        found.dispatches,
+        found.copies,
+        made,
+        sum(temporaries),
+        max([*made[1:], *temporaries], default=0),
+        maxsize if found.exact else outputs[0].nbytes + DONATION_EXTRA,
+        (*[x.spanned for x in inputs], head.spanned),
+        sum([x.spanned for x in found.outputs]) if found.dispatches else 0,
+    )
+
+
+def buffer_bytes(size: int, backend: Backend) -> int:
+    """What a buffer takes."""
+    if backend == "cpu" or size <= METAL_PAGE:
+        return size
+    return -(-size // METAL_PAGE) * METAL_PAGE
+
+
+class Donor(NamedTuple):
+    """A slot that may be taken over, the last steps that held and touched it, its input."""
+
+    slot: int
+    held: int
+    touched: int
+    place: int
+
+
+class Step(NamedTuple):
+    """One operation that does more than make views of one slot.
+
+    ``made`` is the first slot of its outputs, or -1. ``reads`` are inputs behind which there are
+    different slots, with the last step that touched each. ``freed`` slots are free when the step's
+    task has run, ``dropped`` ones at once.
+    """
+
+    kind: int
+    made: int
+    donors: tuple[Donor, ...]
+    reads: tuple[tuple[int, int], ...]
+    freed: Numbers
+    dropped: Numbers
+
+
+class Run(NamedTuple):
+    """The most bytes at once, those not free yet at the end, the largest buffer made, all slots."""
+
+    peak: int
+    pending: int
+    largest: int
+    slots: list[int]
+
+
+class Timeline:
+    """The steps of an evaluation; the ``slots`` of arrays by number, and ``sources`` in use.
+
+    ``views`` counts the operations before the first step and after each that only make views.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[tuple[int, Numbers, Numbers]],
+        kinds: Sequence[Kind],
+        sources: Iterable[int],
+        kept: Iterable[int],
+    ) -> None:
+        """``order`` are kinds, inputs and outputs; arrays ``kept`` are needed at the end."""
+        self._uses = dict.fromkeys(kept, 1)
+        for _, inputs, _ in order:
+            for i in inputs:
+                self._uses[i] = self._uses.get(i, 0) + 1
+        self.sources = [i for i in sources if i in self._uses]
+        self.slots = {i: slot for slot, i in enumerate(self.sources)}
+        self._states = [[1, -1, -1] for _ in self.sources]
+        self.steps: list[Step] = []
+        self.views = [0]
+        for number, inputs, outputs in order:
+            kind = kinds[number]
+            if kind.shares and len(inputs) == len(outputs) == 1:
+                self._view(inputs[0], outputs[0])
+            else:
+                self._add(number, kind, inputs, outputs)
+
+    def _view(self, source: int, made: int) -> None:
+        slot = self.slots[made] = self.slots[source]
+        self._uses[source] -= 1
+        self._states[slot][SHARERS] += self._uses[source] > 0  # else it takes the source's place
+        self.views[-1] += 1
+
+    def _add(self, number: int, kind: Kind, inputs: Numbers, outputs: Numbers) -> None:
+        states, place = self._states, len(self.steps)
+        before = [self.slots[i] for i in inputs]
+        donors = self._donors(kind, inputs, before) if kind.donors else ()
+        made = self._shared(before, outputs) if kind.shares else self._new(outputs)
+        last = made[-1]
+        used = {*before, *made}
+        used.discard(last)
+        for slot in used:
+            states[slot][HELD] = place
+        gone = self._gone(inputs, outputs)
+        if kind.shares and not used:
+            self.views[-1] += 1
+            return
+        reads = self._reads(before, made, place) if kind.dispatches else ()
+        freed = tuple([slot for slot in gone if slot != last])
+        dropped = (last,) if last in gone else ()
+        first = -1 if kind.shares else made[0]
+        self.steps.append(Step(number, first, donors, reads, freed, dropped))
+        self.views.append(0)
+
+    def _donors(self, kind: Kind, inputs: Numbers, before: Sequence[int]) -> tuple[Donor, ...]:
+        """Those that nothing else needs, nor a view of them."""
+        found = []
+        for at in kind.donors:
+            sharers, held, touched = self._states[before[at]]
+            if sharers == 1 and self._uses[inputs[at]] == 1:
+                found.append(Donor(before[at], held, touched, at))
+        return tuple(found)
+
+    def _shared(self, before: Sequence[int], outputs: Numbers) -> Sequence[int]:
+        made = [before[min(at, len(before) - 1)] for at in range(len(outputs))]
+        for slot, i in zip(made, outputs, strict=True):
+            self._states[slot][SHARERS] += 1
+            self.slots[i] = slot
+        return made
+
+    def _new(self, outputs: Numbers) -> Sequence[int]:
+        first = len(self._states)
+        for slot, i in enumerate(outputs, first):
+            self.slots[i] = slot
+            self._states.append([1, -1, -1])
+        return range(first, first + len(outputs))
+
+    def _gone(self, inputs: Numbers, outputs: Numbers) -> list[int]:
+        """Slots of which no array is needed any more."""
+        uses, dead = self._uses, []
+        for i in inputs:
+            uses[i] -= 1
+            if not uses[i]:
+                dead.append(i)
+        dead += [i for i in outputs if i not in uses]
+        gone = []
+        for i in dead:
+            state = self._states[self.slots[i]]
+            state[SHARERS] -= 1
+            if not state[SHARERS]:
+                gone.append(self.slots[i])
+        return gone
+
+    def _reads(
+        self, before: Sequence[int], made: Sequence[int], place: int
+    ) -> tuple[tuple[int, int], ...]:
+        states = self._states
+        last = {slot: at for at, slot in enumerate(before)}
+        found = tuple([(states[slot][TOUCHED], at) for slot, at in last.items()])
+        for slot in (*last, *made):
+            states[slot][TOUCHED] = place
+        return found
+
+    def run(
+        self,
+        kinds: Sequence[Kind],
+        sources: Iterable[int],
+        backend: Backend,
+        tasks_ahead: int = 0,
+        dispatched: int = 0,
+    ) -> Run:
+        """The same with sizes: bytes of ``sources``, and ``kinds`` that differ in sizes only.
+
+        ``tasks_ahead`` is the number of tasks that may be waiting on the device, ``dispatched``
+        what the CPU's encoder has counted of its first task already.
+        """
+        slots = [*sources, *[0] * (len(self._states) - len(self.sources))]
+        live = peak = sum(slots)
+        largest = finished = opened = 0
+        tasks = _MetalTasks() if backend == "metal" else _CpuTasks(dispatched + self.views[0])
+        waiting: deque[tuple[int, int]] = deque()
+        for place, (number, made, donors, reads, freed, dropped) in enumerate(self.steps, 1):
+            kind = kinds[number]
+            dispatches, fresh, free = kind.dispatches, kind.elements, kind.temporary
+            for touched, at in reads:
+                if touched < opened:
+                    fresh += kind.spanned[at]
+            if made >= 0:
+                slots[made : made + len(kind.made)] = kind.made
+                live += sum(kind.made) + free
+                largest = max(largest, kind.largest)
+                for donor, held, touched, at in donors:
+                    if held < finished and slots[donor] <= kind.room:
+                        live -= slots[made]
+                        slots[made], slots[donor] = slots[donor], 0
+                        dispatches -= kind.copies
+                        fresh -= kind.spanned[at if touched < opened else -1]
+                        break
+                else:
+                    largest = max(largest, kind.made[0])
+                peak = max(peak, live)
+            for slot in freed:
+                free += slots[slot]
+            for slot in dropped:
+                live -= slots[slot]
+            task = tasks.add(dispatches, fresh, self.views[place])
+            waiting.append((task, free))
+            if task <= tasks.done:
+                opened = place
+            while waiting and waiting[0][0] <= tasks.done - tasks_ahead:
+                live -= waiting.popleft()[1]
+                finished += 1
+        return Run(peak, sum([size for _, size in waiting]), largest, slots)
+
+
+class _CpuTasks:
+    """``CommandEncoder::dispatch`` of the CPU: one task for every ten dispatches."""
+
+    def __init__(self, dispatched: int) -> None:
+        self.dispatches = dispatched
+        self.done = 0  # tasks that are whole
+
+    def add(self, dispatches: int, elements: int, views: int) -> int:
+        """Count an operation's dispatches and the one that frees, which is the only one of views.
+
+        The task that frees what the operation used.
+        """
+        last = self.dispatches + dispatches + 1
+        self.dispatches = last + views
+        self.done = self.dispatches // DISPATCHES_PER_TASK
+        return -(-last // DISPATCHES_PER_TASK)
+
+
+class _MetalTasks:
+    """Command buffers of Metal, closed by operations or by elements of the arrays in them."""
+
+    def __init__(self) -> None:
+        self.done = self.operations = self.elements = 0
+
+    def add(self, dispatches: int, elements: int, views: int) -> int:
+        """Count an operation and its new elements; the number of its command buffer."""
+        self.operations += dispatches
+        self.elements += elements
+        task = self.done + 1
+        if self.operations > MAX_OPERATIONS or self.elements >> 20 > MAX_ELEMENTS >> 20:
+            self.done, self.operations, self.elements = task, 0, 0
+        return task
