@@ -116,7 +116,11 @@ def test_a_step_in_slices_is_offered_with_its_cost() -> None:
 
 
 def test_recurrent_layers_keep_states_of_every_token() -> None:
-    """E5: one layer of Qwen3.5 took 4.3, 10.2, 31.4 and 108 GB at 512 to 4,096 tokens."""
+    """E5: one layer of Qwen3.5 took 4.3, 10.2, 31.4 and 108 GB at 512 to 4,096 tokens.
+
+    That was the layer alone, not compiled. mlx_lm compiles its step, in which more gradients of
+    whole sequences are alive at once (measured on the CPU: tests/data/training_memory_mlx.json).
+    """
     measured = {512: 4.3, 1024: 10.2, 2048: 31.4, 4096: 108}
     for tokens, gigabytes in measured.items():
         asked = {"batch_size": 1, "max_seq_length": tokens}
@@ -124,7 +128,7 @@ def test_recurrent_layers_keep_states_of_every_token() -> None:
             case_on(STUDIO, "qwen3.5-9b", 4, num_layers=n, **asked).needed_bytes() for n in (1, 2)
         )
         layer = (two - one) / GB  # the last is attention, the one before it is recurrent
-        assert 0.45 * gigabytes < layer < 1.2 * gigabytes
+        assert 0.9 * gigabytes < layer < 3.5 * gigabytes
     found = training_estimate(case_on(STUDIO, "qwen3.5-9b", 4, batch_size=1, num_layers=2))
     assert any("states of gated_delta layers" in note for note in found.notes)
 

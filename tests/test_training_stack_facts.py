@@ -9,7 +9,7 @@ from test_training_torch import model
 
 from uma.cli import main
 from uma.engines.torch_training import training_terms
-from uma.ledger import peak
+from uma.ledger import peak, phase_totals
 from uma.memory.loss import Copies
 from uma.plan.training.stacks import Stack, settings_for
 from uma.units import GIB
@@ -215,3 +215,33 @@ def test_logits_that_accelerate_widens_fill_a_card_at_the_lengths_of_before(
     settings = replace(settings_for(Stack("unsloth"), workload, llama), copies=copies)
     needed = peak(training_terms(llama, workload, settings))[1]
     assert 0.9 * gigabytes * GIB < needed < gigabytes * GIB
+
+
+@pytest.mark.parametrize("words", [[], ["--devices", "2", "--fsdp", "full"]])
+def test_the_vision_tower_is_loaded_with_the_text_model(words: list[str], capsys: Any) -> None:
+    """``AutoModelForCausalLM`` makes ``Gemma3ForConditionalGeneration`` (transformers 5.24)."""
+    asked = ["gemma-3-4b", "--machine", "2xa100-sxm4-80gb", "--engine", "transformers"]
+    held = terms_of(estimated(capsys, *asked), "always")["weights"]
+    found = estimated(capsys, *asked, "--train", "lora", *words)
+    shards = 2 if words else 1
+    assert terms_of(found, "always")["weights"] == pytest.approx(held / shards, abs=2)
+    adapters = terms_of(found, "always")["adapters"] + terms_of(found, "always")["optimizer_states"]
+    state = found["sharding"]["device_state_bytes"]
+    assert state >= held / shards + adapters
+
+
+def test_gemma_2_keeps_the_tanh_of_its_logits_and_of_its_scores(capsys: Any) -> None:
+    """Of 256,000 logits a token; and of 16 heads' scores of all pairs of tokens in 42 layers."""
+    gemma = model("gemma-2-9b")
+    plain = replace(gemma, model_type="gemma")
+    workload = TrainingWorkload(num_layers=None, batch_size=1, max_seq_length=1024)
+    eager = replace(workload, attention="materialised")
+    for asked, kept in (
+        (workload, 2 * 256_000 * 1024),
+        (eager, 2 * 256_000 * 1024 + 42 * 2 * 16 * 1024**2),
+    ):
+        with_caps, without = (
+            phase_totals(training_terms(one, asked, settings_for(Stack(), asked, plain)))["forward"]
+            for one in (gemma, plain)
+        )
+        assert with_caps - without == kept

@@ -208,6 +208,8 @@ def _eager(run: Program, q: Tensor, k: Tensor, v: Tensor, heads: int, batch: Bat
 
     scores = run.node([q, k], pairs, width, back_scores)
     scores = run.scale(scores)
+    if run.settings.caps_scores:
+        scores = run.scale(run.activation(run.scale(scores)))
     scores = _masked(run, scores)
     weights = _softmax(run, scores)
     del scores

@@ -76,7 +76,8 @@ class LayerSettings:
     query head before a kernel that would not need it (Mistral's and Mixtral's flash attention until
     transformers 4.47). ``gradient_width`` is that of trained parameters, which ``adds_gradients``
     adds to those of earlier batches. ``sorted_experts`` run at once, on rows sorted by expert,
-    instead of one after another; each of ``expert_devices`` has a part of them.
+    instead of one after another; each of ``expert_devices`` has a part of them. ``caps_scores``
+    bounds attention's scores by a tanh.
     """
 
     linear: Linears
@@ -93,6 +94,7 @@ class LayerSettings:
     sorted_experts: bool = False
     adds_gradients: bool = False
     expert_devices: int = 1
+    caps_scores: bool = False
     experts: Linears | None = None
 
     @property

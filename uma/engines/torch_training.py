@@ -51,6 +51,11 @@ ROLES = {
     "up_proj": ("up_proj", "gate_up_proj", "w2", "c_fc", "mlp"),
     "down_proj": ("down_proj", "c_proj", "w3", "mlp"),
 }
+# Models with a bound for their logits, and for attention's scores (transformers 5.24,
+# configuration_gemma2.py, configuration_gemma3n.py; the published configurations of Gemma 4).
+CAPPED_LOGITS = frozenset({"gemma2", "gemma3n", "gemma4"})
+CAPPED_SCORES = frozenset({"gemma2"})
+
 OTHER_ROLES = frozenset({"kv_a_proj_with_mqa", "kv_b_proj", "in_proj", "in_proj_z"})
 
 
@@ -89,6 +94,7 @@ def layer_settings(model: Model) -> LayerSettings:
         sorted_experts=settings.sorted_experts,
         adds_gradients=_adds_gradients(model),
         expert_devices=settings.expert_devices or 1,
+        caps_scores=model.architecture.model_type in CAPPED_SCORES,
         experts=None if settings.expert_modules else _experts(model, plain),
     )
 
@@ -153,7 +159,7 @@ def step_settings(model: Model) -> StepSettings:
         selective=settings.selective,
         offloads_inputs=settings.offloads_inputs,
         holds_last_graph=settings.holds_last_graph,
-        copies=_copies(model),
+        copies=replace(_copies(model), caps=model.architecture.model_type in CAPPED_LOGITS),
     )
 
 
@@ -328,6 +334,9 @@ def _state_terms(model: Model) -> list[MemoryTerm]:
         dtype = "float32" if model.weight_width == FLOAT32 else workload.dtype
         source = f"shapes x {workload.quantized or dtype}"
         terms.append(MemoryTerm("weights", weights, "exact", source))
+        for tower in schemes.tower_terms(model.architecture, workload.dtype_bytes):
+            size = model.part(tower.size_bytes, parameter_shards)
+            terms.append(replace(tower, size_bytes=size))
     if not model.trains_all and not spread.offload_parameters:
         size = model.staged(trained_elements(model) * settings.adapter_width)
         terms.append(

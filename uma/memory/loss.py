@@ -19,7 +19,8 @@ class Copies:
     number of parts whose float32 copies are made one after another; ``slices`` that of parts in
     which head, loss and gradients are computed at once. ``compiled`` code reads the logits where
     they are and keeps nothing else. ``width`` is that of the loss, float32 unless a model's file
-    does not upcast; ``converts_outputs`` is accelerate's copy of the outputs in float32.
+    does not upcast; ``converts_outputs`` is accelerate's copy of the outputs in float32. ``caps``
+    bounds the logits by a tanh, whose result the backward pass needs.
     """
 
     shifts: bool = False
@@ -31,6 +32,7 @@ class Copies:
     compiled: bool = False
     width: int = FLOAT32
     converts_outputs: bool = False
+    caps: bool = False
 
 
 # transformers, loss/loss_utils.py, ForCausalLMLoss; before 4.46 in each modelling file.
@@ -49,6 +51,7 @@ class LossRun:
         self.logits = tokens * vocab_size
         self.saved: list[Buffer] = []
         self.outputs: list[Buffer] = []
+        self.bounded: Buffer | None = None
 
     def _buffer(self, width: int, parts: int = 1) -> Buffer:
         return self.memory.buffer(self.logits * width // parts)
@@ -60,6 +63,8 @@ class LossRun:
             self._sliced(input_bytes)
             return
         logits: Buffer | None = self._buffer(self.width)
+        if copies.caps:
+            self.bounded, logits = logits, self._buffer(self.width)
         if copies.compiled:
             assert logits is not None
             self.saved = [logits]
@@ -107,6 +112,9 @@ class LossRun:
         if self.width < self.copies.width and not copies.compiled:
             grad = self._buffer(self.width)
         self.saved.clear()
+        if copies.caps:
+            grad = self._buffer(self.width)
+            self.bounded = None
         return self._input_gradient(grad, input_bytes)
 
     def _input_gradient(self, logits: Buffer, input_bytes: int) -> Buffer:

@@ -3,6 +3,7 @@
 from math import ceil
 
 from uma.architecture.layers import Attention, LatentAttention
+from uma.engines.schemes import tower_terms
 from uma.engines.torch_deepspeed import beside_states
 from uma.engines.torch_model import Model, optimizer_states, trained_elements, weights_bytes
 from uma.frozen import dataclass
@@ -128,6 +129,8 @@ def _torch_kept(case: TrainingCase) -> _Kept:
     width = model.weight_width if full else case.settings.adapter_width
     parameters = model.staged(weights_bytes(model), weights=True)
     parameters += 0 if full else trained * width
+    towers = tower_terms(case.architecture, case.workload.dtype_bytes)
+    parameters += sum(tower.size_bytes for tower in towers)
     masters = trained * FLOAT32 if deepspeed else 0
     return _Kept(
         States(parameters, trained * width, model.staged(found.device_bytes) + masters),
