@@ -28,10 +28,11 @@ from uma.architecture import architecture_from_config  # noqa: E402
 from uma.architecture.layers import Layer, parameters  # noqa: E402
 from uma.catalog import model_config  # noqa: E402
 from uma.checkpoint.free_names import find_free  # noqa: E402
+from uma.engines.torch_asked import layer_settings, step_settings  # noqa: E402
 from uma.engines.torch_layers import Batch, decoder_layer  # noqa: E402
 from uma.engines.torch_model import Model, Settings  # noqa: E402
 from uma.engines.torch_ops import Program  # noqa: E402
-from uma.engines.torch_training import layer_settings, step_settings, training_terms  # noqa: E402
+from uma.engines.torch_training import training_terms  # noqa: E402
 from uma.memory.autograd import Buffer, Graph, Memory, Tensor  # noqa: E402
 from uma.memory.loss import TRANSFORMERS, LossRun  # noqa: E402
 from uma.units import MIB  # noqa: E402

@@ -14,12 +14,13 @@ import pytest
 from mlx.utils import tree_flatten
 from models import CONFIGS, VOCAB_SIZE, build_model, saved_model
 
+from uma.checkpoint.adapter import WEIGHTS
 from uma.cli import main
 from uma.dataset.examples import Example
 from uma.errors import CheckpointError, StorageError, UnsupportedModel, UsageError
 from uma.measurement.run_folder import checkpoints, events
 from uma.runtime.load import LoadedModel, load
-from uma.runtime.lora.adapter import WEIGHTS, Adapter, load_adapter, put_adapter
+from uma.runtime.lora.adapter import Adapter, load_adapter, put_adapter
 from uma.runtime.lora.batching import batch_of
 from uma.runtime.lora.run import Recipe, fine_tune
 from uma.runtime.lora.train import Course, Diverged, validation_loss

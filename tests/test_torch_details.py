@@ -8,8 +8,9 @@ from test_training_torch import asked, full, model
 from torch_tape import Tape
 
 from uma.engines import torch_step
+from uma.engines.torch_asked import step
 from uma.engines.torch_model import Model, Settings
-from uma.engines.torch_training import step, training_terms
+from uma.engines.torch_training import training_terms
 from uma.ledger import peak, phase_totals
 from uma.machine import budget_of
 from uma.machine.here import machine_of

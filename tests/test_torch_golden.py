@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from uma.architecture import architecture_from_config
+from uma.engines.torch_asked import step
 from uma.engines.torch_model import Model, Settings, optimizer_states, trained_elements
-from uma.engines.torch_training import step
 from uma.memory.loss import TRANSFORMERS
 from uma.workload import TrainingWorkload
 

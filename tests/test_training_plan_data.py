@@ -205,11 +205,13 @@ def test_data_that_cannot_be_used_is_refused_with_its_place(
     assert "data.jsonl" in str(error.value)
 
 
-def test_half_of_a_character_is_refused_with_its_line(folder: Path, tmp_path: Path) -> None:
+def test_a_row_with_half_of_a_character_is_counted_as_unusable(
+    folder: Path, tmp_path: Path
+) -> None:
     """JSON allows ``\\ud800`` alone; no tokenizer does."""
     data = written(tmp_path / "data.jsonl", [{"text": "whole"}, {"text": "ab\ud800"}])
-    with pytest.raises(DataError, match=r"line 2: character 3 of its text, \\ud800, is one half"):
-        lengths_of(data, FileEncoder(folder).lengths)
+    found = lengths_of(data, FileEncoder(folder).lengths)
+    assert (found.problems, found.lines) == (1, (1,))
 
 
 def test_a_row_that_is_cut_off_is_counted_and_the_others_are_used(

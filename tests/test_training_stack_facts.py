@@ -173,6 +173,18 @@ def test_muon_leaves_embeddings_head_and_norms_to_adamw(capsys: Any) -> None:
         (["--train", "lora", "--quant", "awq", "--stack", "unsloth"], "unsloth has no adapters"),
         (["--train", "dora", "--quant", "gptq"], "no DoRA on gptq"),
         (["--train", "dora", "--quant", "awq"], "no DoRA on awq"),
+        (
+            [
+                "--train",
+                "full",
+                "--num-layers",
+                "2",
+                "--grad-checkpoint",
+                "--stack",
+                "trainer-2024",
+            ],
+            "no gradients where no input needs one",
+        ),
         (["--train", "lora", "--tensor", "8", "--sequence", "8"], "not divisible by 64"),
     ],
 )

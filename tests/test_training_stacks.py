@@ -157,6 +157,11 @@ def test_qlora_is_lora_on_a_base_in_4_bits(name: str, words: list[str], capsys: 
     assert "give --train lora" in capsys.readouterr().err
 
 
+def test_rslora_takes_what_lora_takes(capsys: Any) -> None:
+    asked = ["llama-3.2-1b", *CARD, "--train"]
+    assert estimated(capsys, *asked, "rslora") == estimated(capsys, *asked, "lora")
+
+
 def test_a_quantized_base_is_not_advised_to_go_to_the_host_from_one_card(capsys: Any) -> None:
     """PEFT 0.21, docs/source/accelerate/fsdp.md: FSDP alone offloads it, over several devices."""
     asked = ["llama-3-70b", "--train", "lora", "--machine", "2xrtx-4090", "--grad-checkpoint"]

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from uma.architecture.layers import Layer
+from uma.engines.torch_asked import batch_of, layer_settings, step_settings
 from uma.engines.torch_layers import decoder_layer
 from uma.engines.torch_model import Model
 from uma.engines.torch_step import Step
-from uma.engines.torch_training import _batch, layer_settings, step_settings
 from uma.memory.autograd import Buffer, Tensor
 
 
@@ -15,7 +15,7 @@ class Tape(Step):
     """All layers, then head and loss; checkpoints run their layers again."""
 
     def __init__(self, model: Model) -> None:
-        batch, layers = _batch(model), layer_settings(model)
+        batch, layers = batch_of(model), layer_settings(model)
         super().__init__(model.architecture, batch, layers, step_settings(model))
         self.kept: list[Any] = []
         self.whole = 0  # gradients that are where they stay

@@ -194,10 +194,6 @@ def _estimate(
 ) -> int:
     """Print the estimate; the exit code."""
     from uma.cli import asked
-    from uma.cli.plan import model_json
-    from uma.errors import DoesNotFit
-    from uma.plan.findings import findings
-    from uma.report.estimate import estimate_json, estimate_text
 
     params = context.params
     if params["exact"]:
@@ -208,6 +204,11 @@ def _estimate(
         from uma.cli.training import training
 
         return training(chosen, trained, engine, machine, exact=params["exact"])
+    from uma.cli.plan import model_json
+    from uma.errors import DoesNotFit
+    from uma.plan.findings import findings
+    from uma.report.estimate import estimate_json, estimate_text
+
     asked.check_options(context, machine, chosen, sizes)
     given = [name for name in asked.OWN_OPTIONS if opt.given(context, name)]
     engine = asked.engine_asked(engine, machine, given)

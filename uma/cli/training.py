@@ -164,7 +164,7 @@ def workload_of(
     """
     layers = num_layers if asked.num_layers is None else asked.num_layers
     return TrainingWorkload(
-        method="lora" if asked.train == "qlora" else asked.train,
+        method="lora" if asked.train == "qlora" or asked.train == "rslora" else asked.train,
         rank=asked.rank,
         targets=target_names(asked.targets),
         num_layers=None if layers == -1 else layers,

@@ -16,8 +16,11 @@ from uma.workload import (
 )
 
 Train = Annotated[
-    Literal["lora", "qlora", "dora", "full"] | None,
-    typer.Option(help="Estimate training instead: adapters of one kind, or all weights."),
+    Literal["lora", "rslora", "qlora", "dora", "full"] | None,
+    typer.Option(
+        help="Estimate training instead: adapters of one kind (rslora takes what lora takes, "
+        "scaled otherwise; qlora is lora on a quantized base), or all weights."
+    ),
 ]
 Rank = Annotated[int, typer.Option(min=1, max=1 << 20, help="train: rank of the adapters.")]
 Targets = Annotated[
@@ -144,7 +147,7 @@ OffloadParameters = Annotated[
 class TrainOptions(NamedTuple):
     """The options of ``uma estimate --train``, by their names."""
 
-    train: Literal["lora", "qlora", "dora", "full"]
+    train: Literal["lora", "rslora", "qlora", "dora", "full"]
     rank: int = DEFAULT_RANK
     targets: str | None = None
     num_layers: int | None = None

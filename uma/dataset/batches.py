@@ -1,6 +1,5 @@
 """Examples in batches of like length, the same for the same seed."""
 
-import random
 from collections.abc import Sequence
 
 SMALLEST = 32
@@ -27,6 +26,8 @@ def batch_plan(
     Examples of like length go together, in an order of batches that ``seed`` and ``epoch`` decide;
     equal lengths are shuffled too. The last group may be smaller than ``batch_size``.
     """
+    import random
+
     order = random.Random(f"{seed}/{epoch}")
     indices = list(range(len(lengths)))
     order.shuffle(indices)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from uma.frozen import dataclass
 from uma.memory.mlx_program import Program, Value
 
 if TYPE_CHECKING:

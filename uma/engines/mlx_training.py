@@ -5,12 +5,13 @@ freed buffers, whose size is a choice.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from uma.architecture.layers import Architecture, Layer, Parameter
 from uma.engines import mlx_lm_step
 from uma.engines.mlx_attention import FLOAT32
+from uma.frozen import dataclass
 from uma.memory.adapters import adapters, trained_layers
 from uma.memory.mlx_program import Program, Value
 from uma.memory.mlx_sample import LayOut, Sample

@@ -62,7 +62,6 @@ class Linears:
         return Linears(frozenset(), plain, plain)
 
 
-FROZEN = Linear()
 TRAINED = Linear(trained=True)
 
 

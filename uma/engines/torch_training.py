@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, prod
 
-from uma.architecture.layers import Architecture, Parameter
+from uma.architecture.layers import Architecture
 from uma.engines import schemes
+from uma.engines.torch_asked import (
+    adds_gradients,
+    batch_of,
+    gradient_width,
+    layer_settings,
+    step,
+    step_settings,
+)
 from uma.engines.torch_deepspeed import deepspeed_terms
-from uma.engines.torch_layers import Batch
 from uma.engines.torch_model import (
-    COPIED,
     DEFAULTS,
     Model,
     Settings,
@@ -21,11 +27,9 @@ from uma.engines.torch_model import (
     trained_elements,
     weights_bytes,
 )
-from uma.engines.torch_ops import FLOAT32, AttentionKernel, LayerSettings, Linear, Linears
-from uma.engines.torch_step import StepPeaks, StepSettings, step_peaks, validation_bytes
+from uma.engines.torch_ops import FLOAT32
+from uma.engines.torch_step import validation_bytes
 from uma.ledger import phase_totals
-from uma.memory.adapters import is_target
-from uma.memory.loss import Copies
 from uma.memory.optimizer_states import adafactor_temporary_bytes, step_temporary_bytes
 from uma.memory.term import MemoryTerm
 from uma.workload import TrainingWorkload
@@ -41,193 +45,11 @@ FSDP_SLACK = 0.93  # of all that is not there from the start, full training unde
 HALF, NF4_LEVELS = 2, 16
 EACH_GRADIENT = "one for each element that has one"
 
-# Names of the same matrices in other families, by the roles that a layer is laid out in.
-ROLES = {
-    "q_proj": ("q_proj", "qkv_proj", "c_attn", "query_key_value", "query", "wq", "q_a_proj"),
-    "k_proj": ("k_proj", "qkv_proj", "c_attn", "query_key_value", "key", "wk"),
-    "v_proj": ("v_proj", "qkv_proj", "c_attn", "query_key_value", "value", "wv"),
-    "o_proj": ("o_proj", "c_proj", "dense", "projection", "wo", "out_proj"),
-    "gate_proj": ("gate_proj", "gate_up_proj", "w1", "mlp"),
-    "up_proj": ("up_proj", "gate_up_proj", "w2", "c_fc", "mlp"),
-    "down_proj": ("down_proj", "c_proj", "w3", "mlp"),
-}
-# Models with a bound for their logits, and for attention's scores (transformers 5.24,
-# configuration_gemma2.py, configuration_gemma3n.py; the published configurations of Gemma 4).
-CAPPED_LOGITS = frozenset({"gemma2", "gemma3n", "gemma4"})
-CAPPED_SCORES = frozenset({"gemma2"})
-
-OTHER_ROLES = frozenset({"kv_a_proj_with_mqa", "kv_b_proj", "in_proj", "in_proj_z"})
-
-
-def layer_settings(model: Model) -> LayerSettings:
-    """How the layers run."""
-    settings, workload = model.settings, model.workload
-    copies = workload.quantized in COPIED
-    compute = workload.dtype_bytes
-    full = model.trains_all
-    wide = model.weight_width > compute and not workload.quantized
-    casts = wide and settings.autocast and not model.mixes_precision
-
-    plain = Linear(
-        trained=full or model.grades_frozen,
-        temporary_width=compute if copies or workload.quantized == "fp8" else 0,
-        clones=bool(workload.quantized),
-        fused=settings.fused_adapters,
-        saved_width=compute if casts else 0,
-        keeps_input=copies and settings.keeps_quantized_inputs,
-    )
-    adapted = replace(plain, rank=workload.rank, dora=workload.method == "dora")
-    return LayerSettings(
-        linear=Linears(_roles(model), plain if full else adapted, plain),
-        compute_width=compute,
-        adapter_width=settings.adapter_width,
-        autocast=settings.autocast,
-        kernel=_kernel(model),
-        fused_norms=settings.fused_kernels,
-        norms_trained=plain.trained,
-        gradient_width=_gradient_width(model),
-        repeats_kv=settings.repeats_kv,
-        query_norms=any(
-            p.name.endswith("q_norm") for p in model.architecture.layers[-1].parameters
-        ),
-        dropout=settings.dropout,
-        sorted_experts=settings.sorted_experts,
-        adds_gradients=_adds_gradients(model),
-        expert_devices=settings.expert_devices or 1,
-        caps_scores=model.architecture.model_type in CAPPED_SCORES,
-        experts=None if settings.expert_modules else _experts(model, plain),
-    )
-
-
-def _experts(model: Model, plain: Linear) -> Linears:
-    """How stacked experts are held: adapted only if their names are given."""
-    if model.leaves_experts:
-        plain = replace(plain, temporary_width=0, clones=False, keeps_input=False)
-    named = _roles(model) if model.workload.targets else frozenset()
-    adapted = plain if model.trains_all else replace(plain, rank=model.workload.rank)
-    return Linears(named, adapted, plain)
-
-
-def _adds_gradients(model: Model) -> bool:
-    """Whether the device keeps whole gradients of the batches before; DeepSpeed's are its own."""
-    settings, spread = model.settings, model.workload.sharding
-    elsewhere = settings.deepspeed or settings.optimizer_in_backward or spread.offload_optimizer
-    return model.workload.grad_accumulation_steps > 1 and spread.pipeline == 1 and not elsewhere
-
-
-def _gradient_width(model: Model) -> int:
-    if not model.trains_all:
-        return model.settings.adapter_width
-    return model.workload.dtype_bytes if model.mixes_precision else model.weight_width
-
-
-def _roles(model: Model) -> frozenset[str]:
-    """Roles of a layer whose matrices get an adapter."""
-    targets = model.workload.targets
-    if not targets:
-        return frozenset(ROLES) | OTHER_ROLES
-    return frozenset(
-        role
-        for role, names in [*ROLES.items(), *((name, (name,)) for name in OTHER_ROLES)]
-        if any(is_target(Parameter(name, (1, 1), "matrix"), targets) for name in names)
-    )
-
-
-def step_settings(model: Model) -> StepSettings:
-    """How a step runs."""
-    settings, workload = model.settings, model.workload
-    full = model.trains_all
-    spread = workload.sharding
-    # FSDP without DeepSpeed keeps whole gradients between batches (torch, FSDP.no_sync).
-    whole = workload.grad_accumulation_steps > 1 and not settings.deepspeed
-    sharded = spread.zero_stage >= 2 and not whole
-    # DeepSpeed has a buffer for them, which is counted apart; offloaded ones leave the device.
-    elsewhere = spread.zero_stage >= 2 and (settings.deepspeed or bool(spread.offload_optimizer))
-    return StepSettings(
-        stream_width=_stream_width(model),
-        head_width=model.weight_width if _is_float32_head(model) else workload.dtype_bytes,
-        checkpoint_every=workload.grad_checkpoint,
-        reentrant=settings.reentrant,
-        inputs_need_gradients=not full
-        and (settings.inputs_need_gradients or bool(workload.grad_checkpoint)),
-        frozen_layers=_frozen_layers(model),
-        keeps_inputs=settings.fsdp_hooks and spread.zero_stage == 3 and not full,
-        head_trained=full and workload.num_layers is None,
-        embedding_trained=full and workload.num_layers is None,
-        gradient_shards=(spread.shards if sharded else 1) * spread.tensor * _under_way(model),
-        drops_gradients=settings.optimizer_in_backward or elsewhere,
-        selective=settings.selective,
-        offloads_inputs=settings.offloads_inputs,
-        holds_last_graph=settings.holds_last_graph,
-        copies=replace(_copies(model), caps=model.architecture.model_type in CAPPED_LOGITS),
-    )
-
-
-def _frozen_layers(model: Model) -> int:
-    """Layers before those that are trained; of a pipeline all are taken to be."""
-    trained = model.workload.num_layers
-    if trained is None or model.workload.sharding.pipeline > 1:
-        return 0
-    return len(model.architecture.layers) - trained
-
-
-def _copies(model: Model) -> Copies:
-    """The loss: the program's own, one kernel that writes over the logits, or slices of tokens."""
-    asked, architecture = model.workload.loss, model.architecture
-    if asked == "fused":
-        return replace(model.settings.copies, in_place=True)
-    if asked == "sliced":
-        return Copies(slices=ceil(architecture.vocab_size / architecture.hidden_size))
-    return model.settings.copies
-
-
-def _kernel(model: Model) -> AttentionKernel:
-    asked = model.workload.attention
-    if asked is None:
-        return model.settings.kernel
-    return "flash" if asked == "fused" else "eager"
-
-
-def _stream_width(model: Model) -> int:
-    """The residual stream: that of the embeddings."""
-    if model.prepares_kbit:
-        return FLOAT32
-    return model.workload.dtype_bytes if model.mixes_precision else model.weight_width
-
-
-def _is_float32_head(model: Model) -> bool:
-    """A float32 head computes in float32, unless autocast narrows it."""
-    return model.weight_width == FLOAT32 and not (model.settings.autocast or model.mixes_precision)
-
-
-def step(model: Model) -> StepPeaks:
-    """The step of one micro-batch."""
-    architecture, stages = model.architecture, model.workload.sharding.pipeline
-    alive = ceil(len(architecture.layers) * _under_way(model) / stages)
-    asked = (_batch(model), layer_settings(model), step_settings(model))
-    return step_peaks(architecture, *asked, alive)
-
-
-def _under_way(model: Model) -> int:
-    """Micro-batches whose activations the first stage of a pipeline keeps.
-
-    As many as there are stages (1F1B; Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1), if
-    there are as many: they are laid out as layers, whose gradients are those of one stage.
-    """
-    workload = model.workload
-    return min(workload.sharding.pipeline, workload.grad_accumulation_steps)
-
-
-def _batch(model: Model) -> Batch:
-    workload, spread = model.workload, model.workload.sharding
-    parts = spread.tensor * spread.sequence
-    return Batch(workload.batch_size, ceil(workload.max_seq_length / parts), parts)
-
 
 def _later_terms(model: Model) -> list[MemoryTerm]:
     """Validation on a batch of the same size, and saving, which copies from the device."""
     plain = replace(step_settings(model), checkpoint_every=0)  # without gradients none is made
-    size = validation_bytes(model.architecture, _batch(model), layer_settings(model), plain)
+    size = validation_bytes(model.architecture, batch_of(model), layer_settings(model), plain)
     return [
         MemoryTerm("activations", size, "bound", "one batch without gradients", "validation"),
         MemoryTerm("other", 0, "exact", "tensors are copied to the host", "save"),
@@ -253,13 +75,13 @@ def training_terms(
     rest = found.forward_bytes - logits
     terms.append(MemoryTerm("activations", rest, "bound", source, "forward"))
     terms.append(MemoryTerm("logits", logits, "bound", "copies of the loss", "forward"))
-    held = _gradient_bytes(model, _gradient_width(model))
+    held = _gradient_bytes(model, gradient_width(model))
     gradients = min(held, found.backward_bytes) if found.gradient_bytes else 0  # dropped, or summed
     rest = found.backward_bytes - gradients
     terms.append(MemoryTerm("gradients", gradients, "exact", EACH_GRADIENT, "backward"))
     terms.append(MemoryTerm("activations", rest, "bound", source, "backward"))
-    if _adds_gradients(model):
-        held = model.part(graded_elements(model) * _gradient_width(model), 1)
+    if adds_gradients(model):
+        held = model.part(graded_elements(model) * gradient_width(model), 1)
         source = "the sum of earlier batches"
         terms.append(MemoryTerm("gradients", held, "exact", source, "forward"))
         terms.append(MemoryTerm("gradients", held, "exact", source, "backward"))
@@ -361,7 +183,7 @@ def _bucket_term(model: Model) -> MemoryTerm:
 
     torch 2.13, ``nn/parallel/distributed.py``: ``gradient_as_bucket_view=False``.
     """
-    size = model.part(model.staged(trained_elements(model) * _gradient_width(model)), 1)
+    size = model.part(model.staged(trained_elements(model) * gradient_width(model)), 1)
     return MemoryTerm("other", size, "exact", "buckets of data parallelism")
 
 

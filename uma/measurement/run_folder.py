@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from uma.checkpoint.adapter import WEIGHTS
 from uma.checkpoint.lock import try_lock
 from uma.errors import Busy, CheckpointError, StorageError, UsageError
 
 CHECKPOINTS, STATE, OPTIMIZER = "checkpoints", "state.json", "optimizer.safetensors"
 LOG, RUN, LOCK, BEST = "log.jsonl", "run.json", ".lock", "best"
-ADAPTER = "adapters.safetensors"
 _NO_RUN = {"config.json": "a model", "train.jsonl": "a data set"}
 
 Event = dict[str, Any]
@@ -86,6 +86,11 @@ def read_state(checkpoint: Path) -> State:
         ) from error
 
 
+def last_progress(run: Path) -> Progress:
+    """Where a run stood at its newest checkpoint, which must be there."""
+    return read_state(checkpoints(run)[-1]).progress
+
+
 def state_text(state: State) -> str:
     return json.dumps(asdict(state), indent=1) + "\n"
 
@@ -133,7 +138,7 @@ def require_free(run: Path, resume: bool) -> None:
     there = checkpoints(run)
     if resume and not there:
         raise UsageError(f"{run} has no checkpoint to resume; leave out --resume to begin")
-    if not resume and (there or (run / ADAPTER).exists()):
+    if not resume and (there or (run / WEIGHTS).exists()):
         raise UsageError(
             f"{run} holds another run; continue it with --resume, or give another --adapter-path"
         )

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from uma.checkpoint.adapter import WEIGHTS
 from uma.errors import UmaError, UsageError
 from uma.measurement.run_folder import (
-    ADAPTER,
     BEST,
     RUN,
     Event,
@@ -96,8 +96,8 @@ def read_status(folder: Path) -> Status:
         text=(end or {}).get("text", "") if not running else "",
         remedy=(end or {}).get("remedy", "") if not running else "",
         checkpoint=int(kept[-1].name) if kept else None,
-        adapter=folder if (folder / ADAPTER).is_file() else None,
-        best=best if (best / ADAPTER).is_file() else None,
+        adapter=folder if (folder / WEIGHTS).is_file() else None,
+        best=best if (best / WEIGHTS).is_file() else None,
         command=_command(about, begun=bool(kept)),
     )
 

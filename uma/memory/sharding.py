@@ -13,7 +13,6 @@ from typing import Literal
 from uma.frozen import dataclass
 from uma.workload import Sharding
 
-MASTER_STATES = 12  # float32 copy and two moments of Adam
 HALF = 2
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from uma.dataset.rows import Row
-from uma.errors import CheckpointError, DataError, RuntimeUnavailable, UnsupportedModel
+from uma.errors import CheckpointError, RuntimeUnavailable, UnsupportedModel
 
 ROWS_AT_ONCE = 512
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
@@ -54,7 +54,7 @@ class FileEncoder:
                 for n, row in enumerate(rows)
                 if (row.format == "text") is plain and texts[n] is not None
             ]
-            batch = [_unicode(rows[n], texts[n]) for n in chosen]
+            batch = [texts[n] for n in chosen]
             found = self.tokenizer.encode_batch(batch, add_special_tokens=plain)
             encoded |= dict(zip(chosen, found, strict=True))
         return [
@@ -88,23 +88,6 @@ class FileEncoder:
             return str(self.render(variables))
         except Exception:  # the template's own: any kind
             return None
-
-
-def _unicode(row: Row, text: Any) -> str:
-    """``text``; half of a character of two halves cannot be a token.
-
-    Raises:
-        DataError: If JSON's ``\\ud800`` to ``\\udfff`` stands there alone.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):x}"
-        raise DataError(
-            f"line {row.line}: character {error.start + 1} of its text, {half}, is one half of a "
-            "character that JSON writes in two; correct the row, or remove it"
-        ) from None
-    return str(text)
 
 
 def _messages(row: Row) -> Any:

@@ -12,11 +12,10 @@ from typing import Any
 import typer
 
 from uma.cli.lora.asked import Asked
-from uma.cli.lora.precedence import FROM_FILE
+from uma.cli.lora.precedence import FROM_FILE, OF_ADAPTERS
 from uma.cli.progress import say
 from uma.errors import UsageError
 
-_ADAPTER = ("rank", "scale", "dropout", "keys")
 _FORMER = {"lora_layers": "num_layers", "training_mode": "fine_tune_type"}
 """Keys of former versions of mlx-lm and of its forks, and what they are now."""
 _FEATURES = ("prompt_feature", "completion_feature", "text_feature", "chat_feature")
@@ -75,7 +74,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             content = file.read(_LARGEST + 1)
-        found = yaml.load(content.decode(), _loader(yaml)) if len(content) <= _LARGEST else None
+        if len(content) > _LARGEST:
+            raise UsageError(f"--config {path} is larger than 1 MiB: give a file of settings alone")
+        found = yaml.load(content.decode(), _loader(yaml))
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -138,7 +139,7 @@ def _adapter(path: Path, value: Any) -> dict[str, Any]:
             f"{path}: lora_parameters has alpha; mlx-lm's layers have scale instead, which is "
             f"alpha / rank: {found['alpha']} / {found.get('rank', 8)}"
         )
-    _require_known(path, "lora_parameters", found, _ADAPTER)
+    _require_known(path, "lora_parameters", found, OF_ADAPTERS)
     return found
 
 

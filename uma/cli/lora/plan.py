@@ -75,7 +75,7 @@ def read_splits(asked: Asked, encoder: Any) -> "dict[str, Split]":
         max_seq_length=asked.max_seq_length,
         overlong=asked.overlong,
         quiet=asked.quiet,
-        only=[n for n in ("train", "valid") if n == "train" or n in split_files(asked.data)],
+        only=[name for name in split_files(asked.data) if name != "test"],
     )
     for split in splits.values():
         require_examples(split)
@@ -87,24 +87,24 @@ def read_splits(asked: Asked, encoder: Any) -> "dict[str, Split]":
 
 def begun(asked: Asked) -> "tuple[Cut | None, int]":
     """How a resumed run was cut until now, and how many batches are done."""
-    from uma.measurement.run_folder import checkpoints, last_plan, read_state
+    from uma.measurement.run_folder import last_plan, last_progress
     from uma.plan.fine_tuning import Cut
 
     if not asked.resume:
         return None, 0
-    done = read_state(checkpoints(asked.adapter_path)[-1]).progress.iteration
+    done = last_progress(asked.adapter_path).iteration
     plan = last_plan(asked.adapter_path)
     return (Cut(**plan["cut"]) if "cut" in plan else None), done
 
 
 def nothing_left(asked: Asked, splits: "dict[str, Split]") -> str | None:
     """Why a resumed run has nothing left to do, if it has not."""
-    from uma.measurement.run_folder import checkpoints, read_state
+    from uma.measurement.run_folder import last_progress
     from uma.runtime.lora.train import exhausted
 
     if not asked.resume:
         return None
-    progress = read_state(checkpoints(asked.adapter_path)[-1]).progress
+    progress = last_progress(asked.adapter_path)
     course = course_of(asked, splits)
     more = "iters" if asked.epochs is None else "epochs"
     if progress.iteration >= course.iters:

@@ -16,7 +16,7 @@ _INSTEAD = {
     "epochs": ("iters",),
     "lr_schedule": ("learning_rate", "warmup", "cosine"),
 }
-_ADAPTER = ("rank", "scale", "dropout", "keys")
+OF_ADAPTERS = ("rank", "scale", "dropout", "keys")
 
 
 def settled(context: typer.Context, options: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def settled(context: typer.Context, options: dict[str, Any]) -> dict[str, Any]:
     if found["epochs"] is not None:
         found["iters"] = None
     if found["fine_tune_type"] == "full":
-        for name in _ADAPTER:
+        for name in OF_ADAPTERS:
             if given(context, name):
                 raise UsageError(f"{_flag(name)} is of adapters; --fine-tune-type full has none")
     return found

@@ -50,7 +50,7 @@ def tell_result(
 
 def tell_nothing_left(asked: Asked, reason: str) -> int:
     """Print where a run stands of which nothing is left to do, and write nothing; the exit code."""
-    from uma.measurement.run_folder import checkpoints, read_state
+    from uma.measurement.run_folder import last_progress
     from uma.report import SCHEMA_VERSION
 
     if not asked.json:
@@ -60,7 +60,7 @@ def tell_nothing_left(asked: Asked, reason: str) -> int:
     document = {
         "schema_version": SCHEMA_VERSION,
         "ending": "done",
-        **_progress_json(read_state(checkpoints(asked.adapter_path)[-1]).progress),
+        **_progress_json(last_progress(asked.adapter_path)),
         **dict.fromkeys(unknown),
         "adapter_path": str(asked.adapter_path),
         "settings": _settings_json(asked),

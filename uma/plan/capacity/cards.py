@@ -14,7 +14,6 @@ from uma.plan.compare.subject import Subject
 from uma.workload import Inference
 
 CARDS = ("rtx-4090", "2xrtx-3090", "rtx-5090", "2xrtx-5090", "rtx-pro-6000-blackwell", "h100")
-HOST_NOTE = "the power of a card is its vendor's limit, without the machine around it"
 
 
 def plan_rows(

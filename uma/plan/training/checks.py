@@ -143,7 +143,14 @@ def torch_reasons(case: TrainingCase) -> Iterator[str]:
     if case.workload.quantized:
         yield from _format_reasons(case)
     workload, spread = case.workload, case.workload.sharding
-    layers = case.architecture.layers
+    layers, settings = case.architecture.layers, case.settings
+    last = workload.method == "full" and workload.num_layers not in (None, len(layers))
+    nothing = settings.reentrant and not settings.inputs_need_gradients
+    if last and workload.grad_checkpoint and nothing:
+        yield (  # torch 2.4, utils/checkpoint.py, CheckpointFunction
+            "reentrant checkpoints have no gradients where no input needs one, as behind frozen "
+            f"layers: leave out --grad-checkpoint or --stack {case.stack.name}"
+        )
     if spread.tensor * spread.sequence > 1:
         for mixer in {mixer for layer in layers for mixer in layer.mixers}:
             yield from _split_reasons(mixer, spread)

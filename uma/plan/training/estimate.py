@@ -48,12 +48,6 @@ class TrainingEstimate:
         return self.places.host_bytes * self.case.workload.sharding.devices
 
     @property
-    def left_bytes(self) -> int:
-        """What a device needs with all measures."""
-        saved = sum(measure.saves_bytes for measure in self.measures)
-        return self.ledger.predicted_peak_bytes - saved
-
-    @property
     def host_excess_bytes(self) -> int:
         """What the host has too little."""
         return OnHost(self.host_held_bytes, self.host_room_bytes).excess_bytes

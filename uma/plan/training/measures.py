@@ -350,7 +350,7 @@ _KINDS = (
         _four_bits,
         lambda c: ("--quant", "nf4") if c.engine == "torch" else ("--bits", "4"),
         lambda before, after, needs: (
-            "25 to 35 %" if before.engine == "torch" else "not known; products dequantize"
+            "33 to 50 %" if before.engine == "torch" else "not known; products dequantize"
         ),
     ),
     _Kind(

@@ -13,13 +13,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from uma.checkpoint.adapter import CONFIG, WEIGHTS
 from uma.errors import CheckpointError, StorageError, UnsupportedModel, UsageError
 from uma.measurement.run_folder import write_json
 from uma.runtime.forms import leaves, to_float32
 from uma.runtime.load import open_model
 
 Method = Literal["lora", "dora", "full"]
-CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
 _FULL = 1 << 20
 """Bytes that are left of a disk on which no adapter finds room."""
 

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from uma.checkpoint.adapter import WEIGHTS
 from uma.errors import CheckpointError, StorageError
 from uma.measurement.run_folder import (
     CHECKPOINTS,
@@ -22,7 +23,7 @@ from uma.measurement.run_folder import (
     read_state,
     state_text,
 )
-from uma.runtime.lora.adapter import WEIGHTS, load_adapter, reason, sync
+from uma.runtime.lora.adapter import load_adapter, reason, sync
 
 KEPT = 2
 

@@ -16,9 +16,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchLinear
 
+from uma.checkpoint.adapter import CONFIG
 from uma.errors import CheckpointError, UnsupportedModel
 from uma.runtime.forms import as_dense
-from uma.runtime.lora.adapter import CONFIG, Adapter
+from uma.runtime.lora.adapter import Adapter
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -176,7 +177,7 @@ def _scale(path: str, rank: int, config: Mapping[str, Any]) -> float:
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     except (ValueError, TypeError, AttributeError, ZeroDivisionError, re.error) as error:
         raise CheckpointError(
-            f"lora_alpha, alpha_pattern or the rank is no such: {error}"
+            f"lora_alpha, alpha_pattern and the rank give no scale: {error}"
         ) from None
     if not math.isfinite(scale):
         raise CheckpointError(f"the scale of {path} is {scale}")

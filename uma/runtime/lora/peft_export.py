@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.switch_layers import SwitchLinear
 
+from uma.checkpoint.adapter import CONFIG, WEIGHTS
 from uma.errors import CheckpointError, StorageError, UnsupportedModel
-from uma.runtime.lora.adapter import CONFIG, WEIGHTS
 from uma.runtime.lora.peft import (
     PEFT_WEIGHTS,
     PREFIX,

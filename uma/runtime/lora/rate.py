@@ -10,9 +10,7 @@ from uma.quantization import Quantization
 from uma.runtime.lora.threads import fix_threads
 
 _ROWS, _WIDTH = 256, 1024
-
-
-SECONDS, LEAST = 0.5, 4
+SECONDS, LEAST = 0.5, 4  # of products, and how many at least
 
 
 def product_flops_per_s(quantization: Quantization | None) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from uma.checkpoint.adapter import CONFIG
 from uma.dataset.examples import Example
 from uma.errors import StorageError, UsageError
 from uma.measurement.run_folder import (
@@ -32,7 +33,7 @@ from uma.measurement.run_folder import (
 )
 from uma.runtime.backend import backend
 from uma.runtime.load import LoadedModel
-from uma.runtime.lora.adapter import CONFIG, Adapter, put_adapter, save_adapter
+from uma.runtime.lora.adapter import Adapter, put_adapter, save_adapter
 from uma.runtime.lora.checkpoint import KEPT, restore, save_checkpoint
 from uma.runtime.lora.optimizer import make_optimizer
 from uma.runtime.lora.random_state import random_state

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from uma.runtime.lora import attention
-from uma.runtime.lora.loss import cross_entropy
 from uma.runtime.lora.recurrence import chunked_recurrences
 from uma.runtime.lora.tape import Gradients, Tape
 
@@ -69,20 +67,3 @@ def loss_of(model: nn.Module, batch: Batch) -> mx.array:
 def hidden_of(model: nn.Module, batch: Batch) -> mx.array:
     """What the last layer gives, ``(rows, length, width)``."""
     return Tape(model, batch.tokens, batch.segments, record=False).last
-
-
-def whole_loss_and_gradients(model: nn.Module, batch: Batch) -> tuple[mx.array, Gradients]:
-    """The same by one automatic differentiation of the whole model: the definition, and dear.
-
-    Segments are not known to it.
-    """
-
-    def loss(model: nn.Module) -> mx.array:
-        logits = model(mx.array(batch.tokens))
-        flat = logits.reshape(-1, logits.shape[-1])
-        targets, weights = (mx.array(x.reshape(-1)) for x in (batch.targets, batch.weights))
-        return cross_entropy(flat, targets, weights)
-
-    value, gradients = nn.value_and_grad(model, loss)(model)
-    mx.eval(value, gradients)
-    return value, dict(tree_flatten(gradients))
