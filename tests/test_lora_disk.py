@@ -44,13 +44,18 @@ def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def limit() -> Iterator[Callable[[int], None]]:
-    """No file grows beyond so many bytes, as on a full disk: Python ignores SIGXFSZ."""
+@contextlib.contextmanager
+def limited() -> Iterator[Callable[[int], None]]:
+    """No file grows beyond so many bytes, as on a full disk: Python ignores SIGXFSZ.
+
+    Lifted before a test ends, for pytest's own output may be a file.
+    """
     assert signal.getsignal(signal.SIGXFSZ) is signal.SIG_IGN
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture
@@ -91,19 +96,18 @@ def test_what_cannot_be_written_is_named_and_what_was_saved_goes_on_to_the_same_
     whole: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    limit: Callable[[int], None],
     point: str,
 ) -> None:
     """mlx_lm.lora ends in a traceback, its newest file cut short under its final name."""
     run = tmp_path / "run"
-    at(monkeypatch, point, lambda: limit(10))
-    with pytest.raises(StorageError, match=POINTS[point][3]) as error:
-        killed_run.train(base, run, ITERS)
+    with limited() as limit:
+        at(monkeypatch, point, lambda: limit(10))
+        with pytest.raises(StorageError, match=POINTS[point][3]) as error:
+            killed_run.train(base, run, ITERS)
     assert "\n" not in str(error.value)
     assert [c.name for c in checkpoints(run)] == (["0000010"] if POINTS[point][2] > 1 else [])
     assert not [path for path in run.rglob("*") if "partial" in path.name]
     monkeypatch.undo()
-    limit(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
     assert killed_run.train(base, run, ITERS).progress.iteration == ITERS
     assert equal(run, whole)
 
@@ -129,12 +133,11 @@ def test_a_disk_without_room_is_called_that(
     assert equal(small_disk / "run", whole)
 
 
-def test_an_event_file_without_room_is_left_out_and_ends_no_run(
-    tmp_path: Path, limit: Callable[[int], None]
-) -> None:
+def test_an_event_file_without_room_is_left_out_and_ends_no_run(tmp_path: Path) -> None:
     told: list[str] = []
     event = {"event": "train", "iteration": 1, "train_loss": 1.0}
-    with reporting(("tensorboard",), tmp_path, None, {}, told.append) as report:
+    reported = reporting(("tensorboard",), tmp_path, None, {}, told.append)
+    with limited() as limit, reported as report:
         report(event)
         limit(100)
         for _ in range(3):
