@@ -1,7 +1,6 @@
 """A fused model as a GGUF file: read back by our reader, which is compared with llama.cpp."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from gguf_vocabularies import write_vocabulary
 from mlx_lm.utils import load_tokenizer
 from models import saved_model
 from test_gguf_tokenizer import STRINGS, vocabulary
-from test_lora_disk import limit as limit
+from test_lora_disk import limited
 from test_lora_fuse import FOUR, adapter
 
 from uma.cli import main
@@ -110,13 +109,12 @@ def test_a_place_for_the_file_that_cannot_be_is_refused_before_anything_is_loade
     assert there.read_text() == "mine"
 
 
-def test_a_file_that_finds_no_room_leaves_nothing_behind(
-    tmp_path: Path, limit: Callable[[int], None]
-) -> None:
+def test_a_file_that_finds_no_room_leaves_nothing_behind(tmp_path: Path) -> None:
     folder = llama(tmp_path / "base")
-    limit(100_000)
-    with pytest.raises(StorageError, match=r"out\.gguf cannot be written: "):
-        export_gguf(folder, tmp_path / "out.gguf")
+    with limited() as limit:
+        limit(100_000)
+        with pytest.raises(StorageError, match=r"out\.gguf cannot be written: "):
+            export_gguf(folder, tmp_path / "out.gguf")
     assert not list(tmp_path.glob("*out*"))
 
 

@@ -4,7 +4,7 @@ Each phase is a graph of its own, laid out one primitive at a time and evaluated
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 from uma.architecture.layers import Architecture, Attention, LatentAttention, Layer
@@ -13,7 +13,6 @@ from uma.engines.mlx_attention import FLOAT32, rms_norm
 from uma.engines.mlx_layers import LayerProgram
 from uma.engines.mlx_training import optimizer_bytes, trained_arrays
 from uma.engines.mlx_updates import update_8bit_bytes, update_program
-from uma.frozen import dataclass
 from uma.memory.adapters import trained_layers
 from uma.memory.mlx_program import Program, Value
 from uma.memory.mlx_sample import Sample
