@@ -6,7 +6,7 @@
 
 from dataclasses import replace
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 from uma.architecture.layers import Architecture
 from uma.engines.eager import EAGER_BY_DEFAULT
@@ -39,41 +39,20 @@ OF_TRANSFORMERS = ("trainer", "trainer-2024")
 #   logits (cut cross-entropy; unsloth_zoo, fused_losses: in slices); checkpoints that lie on the
 #   host (use_gradient_checkpointing="unsloth"); adapters alone in float32
 #   (unsloth_zoo/training_utils.py, prepare_model_for_training).
+_UNPREPARED = Settings(prepare_kbit=False, inputs_need_gradients=False)
+_ONE_KERNEL = replace(_UNPREPARED, foreach=False, reentrant=False)
+_PURE: dict[str, Any] = {
+    "autocast": False,
+    "adapter_width": 2,
+    "copies": Copies(chunks=8),
+    "fsdp_hooks": False,
+}
 PROGRAMS: dict[StackName, Settings] = {
-    "trainer": Settings(
-        prepare_kbit=False,
-        foreach=False,
-        reentrant=False,
-        inputs_need_gradients=False,
-        expert_modules=False,
-        sorted_experts=True,
-    ),
-    "trainer-2024": Settings(
-        prepare_kbit=False,
-        casts_head_back=True,
-        inputs_need_gradients=False,
-        copies=TRANSFORMERS_46,
-    ),
-    "torchtune": Settings(
-        autocast=False,
-        prepare_kbit=False,
-        adapter_width=2,
-        foreach=False,
-        reentrant=False,
-        inputs_need_gradients=False,
-        copies=Copies(chunks=8),
-        fsdp_hooks=False,
-    ),
-    "litgpt": Settings(
-        autocast=False,
-        prepare_kbit=False,
-        adapter_width=2,
-        reentrant=False,
-        inputs_need_gradients=False,
-        copies=Copies(chunks=8),
-        fsdp_hooks=False,
-        mixes_frozen=True,
-        holds_last_graph=True,
+    "trainer": replace(_ONE_KERNEL, expert_modules=False, sorted_experts=True),
+    "trainer-2024": replace(_UNPREPARED, casts_head_back=True, copies=TRANSFORMERS_46),
+    "torchtune": replace(_ONE_KERNEL, **_PURE),
+    "litgpt": replace(
+        _UNPREPARED, reentrant=False, mixes_frozen=True, holds_last_graph=True, **_PURE
     ),
     "unsloth": Settings(
         prepare_kbit=False,
