@@ -30,10 +30,12 @@ def step_roots(
     backend: Backend,
     *,
     inner: bool = False,
+    small: int = 0,
 ) -> list[Value]:
     """The step; what is evaluated: parameters, states, the loss.
 
     With ``inner`` what is embedded gets a gradient too, as the input of all later layers does.
+    So many ``small`` arrays are updated after those of the first layer.
     """
     runs: list[LayerProgram] = []
     batch = _batch(p, workload)
@@ -42,6 +44,9 @@ def step_roots(
     loss, tokens = default_loss(p, architecture, workload, backend, batch, x)
     gradients = p.vjp([(loss, p.scalar(FLOAT32))], wanted)
     parameters = [value for run in runs for value in run.in_order()]
+    after = len(runs[0].trained)
+    for values, held in ((parameters, False), (gradients, True)):
+        values[after:after] = [p.source(1, width=FLOAT32, held=held) for _ in range(small)]
     return [*updated(p, workload.optimizer, parameters, gradients), loss, tokens]
 
 
@@ -84,6 +89,8 @@ def _layers(
         x = checkpointed(run, x) if again else run.forward(x)
         if runs is not None:
             runs.append(run)
+            p.marks.append(x.number)
+    p.marks = p.marks[:-1]  # what the last layer gives may be no array of its own, but in a kernel
     return x
 
 

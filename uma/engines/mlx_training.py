@@ -4,7 +4,8 @@ What MLX's own counters leave out (the process, Metal's context) is not a term, 
 freed buffers, whose size is a choice.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +14,8 @@ from uma.engines import mlx_lm_step
 from uma.engines.mlx_attention import FLOAT32
 from uma.frozen import dataclass
 from uma.memory.adapters import adapters, trained_layers
+from uma.memory.liveness import MAX_WIDTH
+from uma.memory.mlx_plan import Levels, highest
 from uma.memory.mlx_program import Program, Value
 from uma.memory.mlx_sample import LayOut, Sample
 from uma.memory.optimizer_states import mlx_states
@@ -22,9 +25,10 @@ from uma.workload import Backend, TrainingWorkload
 
 ALL_REDUCE_BYTES = 32 << 20  # nn/utils.py, average_gradients: gradients joined for one message
 OPTIMIZER_SCALARS = 12  # optimizers.py: the step in uint64, the learning rate in float32
-# Trained layers of a step that is laid out, more of which are extrapolated. Gradients of all arrays
-# of checkpointed layers pile up until one more layer no longer changes what is alive.
-SIMULATED, SIMULATED_FULL = 8, 12
+# Layers between the first and the last that are laid out, beside one of each kind, where layers run
+# again or gradients of all arrays pile up: what is alive depends on more layers then, and on as
+# many as a hundred operations that may wait on the CPU.
+BESIDE: dict[Backend, int] = {"metal": 1, "cpu": 4}
 STEP_SOURCE = "arrays of one step in MLX's order of evaluation"
 
 Roots = Callable[[Program, Architecture, TrainingWorkload, Backend], list[Value]]
@@ -117,7 +121,7 @@ def training_terms(
 
 
 class Steps:
-    """A step, and those with more or fewer of the last layers.
+    """A step, and those with fewer layers.
 
     The sizes of all are those of a step with one layer of each kind, so that those with more
     layers are laid out, compiled and ordered once for all batches, lengths and ranks.
@@ -127,65 +131,77 @@ class Steps:
         self, architecture: Architecture, workload: TrainingWorkload, backend: Backend
     ) -> None:
         self.architecture, self.backend = architecture, backend
-        self.trained = len(trained_layers(architecture, workload))
+        self.layers = trained_layers(architecture, workload)
         self.workload = replace(workload, num_layers=None)
-        kinds = _kinds(architecture)
-        self.period = _period(kinds)
-        full = workload.method == "full" and workload.grad_checkpoint
-        least = SIMULATED_FULL if full else SIMULATED
-        self.most = self.period * max(2, -(-least // self.period))  # layers that are laid out
-        one = dict(zip(kinds[-self.most :], architecture.layers[-self.most :], strict=True))
-        self.kinds = [list(one).index(kind) for kind in kinds[-self.most :]]
-        inner = partial(mlx_lm_step.step_roots, inner=True)
-        self.sample = Sample(self._lay_out(tuple(one.values()), inner), backend)
+        self.kinds = _kinds(architecture)[-len(self.layers) :]
+        again = workload.method == "full" or workload.grad_checkpoint
+        self.places = _laid_out(self.kinds, BESIDE[backend] if again else 0)
+        self.left = Counter(self.kinds) - Counter([self.kinds[place] for place in self.places])
+        self.one = dict(zip(self.kinds, self.layers, strict=True))
+        inner = partial(mlx_lm_step.step_roots, inner=True, small=1)
+        self.sample = Sample(self._lay_out(tuple(self.one.values()), inner), backend)
 
     def peak_bytes(self) -> int:
         """The peak of the step above what exists before it.
 
-        A step of many trained layers is laid out for few of them, whole periods of their kinds,
-        and continued in a straight line: a layer more or less may end where a command buffer is
-        closed, or be alive with one more of the others. A checkpointed layer adds its input.
+        A step of many trained layers is laid out for some of them. What one more of a kind leaves
+        alive, until the first layer's output is used for the last time, is what a layer of that
+        kind has added to what is needed after it. Small arrays stand for those of layers that are
+        not laid out, as MLX's order of evaluation takes ``MAX_WIDTH`` of them at once.
         """
-        trained, period, count = self.trained, self.period, self.most
-        if trained <= count:
-            return self.step_bytes(trained)
-        pair = period * max(1, 2 // period)
-        more = self.step_bytes(count)
-        if self.workload.grad_checkpoint:
-            width = self.architecture.hidden_size * self.workload.dtype_bytes
-            each = self.workload.tokens * width
-            fewer = self.step_bytes(count - pair) + each * pair
-            return max(more, fewer) + each * (trained - count)
-        return more + (more - self.step_bytes(pair)) * (trained - count) // (count - pair)
+        small = sum([count * self._arrays(kind) for kind, count in self.left.items()])
+        found = self._levels(self.places, small % MAX_WIDTH)
+        return max(self._continued(levels) for levels in found)
 
     def step_bytes(self, layers: int) -> int:
-        """The peak of a step with ``layers`` layers, above what exists before it."""
-        return self._above(layers, mlx_lm_step.step_roots, compiled=True)
+        """The peak of a step with the last ``layers`` layers, above what exists before it."""
+        return highest(self._levels(range(len(self.layers))[-layers:]))
 
     def forward_bytes(self) -> int:
         """The peak of ``evaluate`` on one batch: in the last layer, or of the logits."""
-        return self._above(1, mlx_lm_step.forward_roots, compiled=False)
+        layout = self._lay_out(self.layers[-1:], mlx_lm_step.forward_roots)
+        return self.sample.above(("forward", self.kinds[-1]), layout)
 
-    def _above(self, layers: int, roots: Roots, *, compiled: bool) -> int:
-        key = compiled, layers, *self.kinds[-layers:]
-        lay_out = self._lay_out(self.architecture.layers[-layers:], roots)
-        return self.sample.above(key, lay_out, compiled=compiled)
+    def _arrays(self, kind: object) -> int:
+        """How many arrays of a layer are trained."""
+        one = replace(self.architecture, layers=(self.one[kind],))
+        return len(trained_arrays(one, self.workload))
 
-    def _lay_out(self, layers: tuple[Layer, ...], roots: Roots) -> LayOut:
-        kept = replace(self.architecture, layers=layers)
+    def _continued(self, levels: Levels) -> int:
+        """The peak with the layers that are not laid out, which are between the first and last."""
+        if not self.left:
+            return max(levels.peaks)
+        kinds = [self.kinds[place] for place in self.places[1:-1]]
+        pairs = zip(kinds, levels.needed, levels.needed[1:], strict=False)
+        added = {kind: after - before for kind, before, after in pairs}
+        more = sum([count * added[kind] for kind, count in self.left.items()])
+        *until, last = levels.peaks
+        return max(max(until) + more, last)
+
+    def _levels(self, places: Sequence[int], small: int = 0) -> list[Levels]:
+        key = (small, *[list(self.one).index(self.kinds[place]) for place in places])
+        roots = partial(mlx_lm_step.step_roots, small=small)
+        lay_out = self._lay_out([self.layers[place] for place in places], roots)
+        return self.sample.levels(key, lay_out, compiled=True)
+
+    def _lay_out(self, layers: Sequence[Layer], roots: Roots) -> LayOut:
+        kept = replace(self.architecture, layers=tuple(layers))
         return lambda p: roots(p, kept, self.workload, self.backend)
+
+
+def _laid_out(kinds: Sequence[object], beside: int) -> list[int]:
+    """Places of layers that are laid out: the first, the last, between them the last of each kind.
+
+    With ``beside`` more of the most frequent kind.
+    """
+    between = range(len(kinds) - 2, 0, -1)
+    last = {kinds[place]: place for place in reversed(between)}
+    (frequent, _), *_ = Counter(kinds).most_common(1)
+    others = [p for p in between if kinds[p] == frequent and p != last.get(frequent)]
+    return sorted({0, len(kinds) - 1, *last.values(), *others[:beside]})
 
 
 def _kinds(architecture: Architecture) -> list[object]:
     """What of each layer decides how it is laid out."""
     shapes = [tuple([p.shape for p in layer.parameters]) for layer in architecture.layers]
     return list(zip(map(id, architecture.kinds), shapes, strict=True))
-
-
-def _period(kinds: list[object]) -> int:
-    """After how many layers their kinds repeat, counted from the last; all if they do not."""
-    kinds = kinds[::-1]
-    for period in range(1, len(kinds) // 2 + 1):
-        if all(kinds[i] == kinds[i + period] for i in range(min(period * 2, len(kinds) - period))):
-            return period
-    return len(kinds)

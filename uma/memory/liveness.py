@@ -112,14 +112,18 @@ class Evaluation(NamedTuple):
         return Peak(run.peak, run.pending, roots, run.largest, buffers, count)
 
     def peak_bytes(self) -> int:
-        """The peak, wherever the first task begins.
+        """The peak, wherever the first task begins."""
+        return max(run.peak for run in self.runs())
+
+    def runs(self) -> list[Run]:
+        """One for each place where the first task may begin.
 
         On the CPU up to ten tasks of ten dispatches wait, and the first is begun already.
         """
         if self.backend == "metal":
-            return self.run().peak
+            return [self.run()]
         starts = range(0, DISPATCHES_PER_TASK, STARTS_APART)
-        return max(self.run(MAX_ACTIVE_TASKS, start).peak for start in starts)
+        return [self.run(MAX_ACTIVE_TASKS, start) for start in starts]
 
 
 def evaluation(graph: Graph, order: Sequence[Operation], backend: Backend) -> Evaluation:

@@ -27,6 +27,7 @@ class Structure(NamedTuple):
     sources: Numbers
     held: frozenset[int]
     roots: Numbers
+    marks: Numbers = ()
 
 
 class Sizes(NamedTuple):
@@ -45,7 +46,7 @@ class Plan:
 
     def __init__(self, structure: Structure, *, compiled: bool) -> None:
         operations: Sequence[Operation]
-        operations, arrays, sources, held, roots = structure
+        operations, arrays, sources, held, roots, self.marks = structure
         self.arrays = list(arrays)
         if compiled:
             operations, numbers = simplified(operations, self.arrays, roots)
@@ -84,6 +85,18 @@ class Course(NamedTuple):
     timelines: dict[Plan, Timeline]
 
 
+class Levels(NamedTuple):
+    """Bytes above the sources: the peaks until each stop and after, those needed at each."""
+
+    peaks: Sequence[int]
+    needed: Sequence[int]
+
+
+def highest(found: Sequence[Levels]) -> int:
+    """The peak of all runs."""
+    return max(max(levels.peaks) for levels in found)
+
+
 class Case:
     """What each sort of operations does with given sizes, in the first course that it follows."""
 
@@ -110,15 +123,19 @@ class Case:
             self._take(self.place + 1)
         timelines = self.course.timelines
         if plan not in timelines:
-            timelines[plan] = Timeline(self._order(plan), self.kinds, plan.sources, plan.kept)
+            order = self._order(plan)
+            timelines[plan] = Timeline(order, self.kinds, plan.sources, plan.kept, plan.marks)
         timeline, backend = timelines[plan], self.sizes.backend
         size = {form: self.sizes.bytes_of(form) for form in plan.source_forms}
         sources = [buffer_bytes(size[plan.arrays[i]], backend) for i in timeline.sources]
         return Evaluation(timeline, self.kinds, sources, backend)
 
-    def above(self, plan: Plan) -> int:
-        """The peak above the sources."""
-        return self.evaluation(plan).peak_bytes() - plan.source_bytes(self.sizes)
+    def levels(self, plan: Plan) -> list[Levels]:
+        before = plan.source_bytes(self.sizes)
+        return [
+            Levels([peak - before for peak in run.peaks], [size - before for size in run.needed])
+            for run in self.evaluation(plan).runs()
+        ]
 
     def _order(self, plan: Plan) -> list[tuple[int, Numbers, Numbers]]:
         """The operations of a plan as sorts with inputs and outputs."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from uma.memory.liveness import MAX_ACTIVE_TASKS, Operation
 from uma.memory.metal_activations import MAX_OPERATIONS
 from uma.memory.mlx_gradients import GRADIENTS, tape
-from uma.memory.mlx_plan import Case, Plan, Sizes, Structure, family_of
+from uma.memory.mlx_plan import Case, Levels, Plan, Sizes, Structure, family_of, highest
 from uma.memory.timeline import DISPATCHES_PER_TASK
 from uma.workload import Backend
 
@@ -53,6 +53,7 @@ class Program:
     """Operations in the order in which they were asked for.
 
     Their ``arguments`` are numbered, as the shapes of arrays are: one has one number, or none.
+    ``marks`` are arrays at whose making an evaluation stops to be looked at.
     """
 
     shapes: dict[Shape, int] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class Program:
     differentiated: set[int] = field(default_factory=set)
     primals: set[int] = field(default_factory=set)
     numbers: dict[object, Value] = field(default_factory=dict)
+    marks: list[int] = field(default_factory=list)
 
     def value(self, shape: Sequence[int], width: int) -> Value:
         shape = tuple(shape)
@@ -370,6 +372,7 @@ class Program:
             sources,
             frozenset(sources) - self.passing,
             tuple([x.number for x in roots]),
+            tuple(self.marks),
         )
 
     def sizes(self, backend: Backend) -> Sizes:
@@ -377,11 +380,17 @@ class Program:
 
     def above(self, roots: Sequence[Value], backend: Backend, *, compiled: bool = False) -> int:
         """The peak of evaluating ``roots``, or what ``mx.compile`` makes of it, above sources."""
+        return highest(self.levels(roots, backend, compiled=compiled))
+
+    def levels(
+        self, roots: Sequence[Value], backend: Backend, *, compiled: bool = False
+    ) -> list[Levels]:
+        """Those of its runs."""
         structure = self.structure(roots)
         family, key = family_of(structure), ("itself", compiled)
         if key not in family.plans:
             family.plans[key] = Plan(structure, compiled=compiled)
-        return Case(family.courses, self.sizes(backend)).above(family.plans[key])
+        return Case(family.courses, self.sizes(backend)).levels(family.plans[key])
 
 
 def broadcast(x: Shape, y: Shape) -> Shape:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 
-from uma.memory.mlx_plan import Case, Plan, family_of
+from uma.memory.mlx_plan import Case, Levels, Plan, family_of, highest
 from uma.memory.mlx_program import Program, Value
 from uma.workload import Backend
 
@@ -24,11 +24,15 @@ class Sample:
 
     def above(self, key: Hashable, lay_out: LayOut, *, compiled: bool = False) -> int:
         """The peak of the program that ``key`` tells from others, above its sources."""
+        return highest(self.levels(key, lay_out, compiled=compiled))
+
+    def levels(self, key: Hashable, lay_out: LayOut, *, compiled: bool = False) -> list[Levels]:
+        """Those of its runs."""
         if key not in self.family.plans:
             program = Program(dict(self.program.shapes), dict(self.program.arguments))
             roots = lay_out(program)
             ours = self.program.shapes, self.program.arguments
             if (program.shapes, program.arguments) != ours:  # it has sizes of its own
-                return program.above(roots, self.backend, compiled=compiled)
+                return program.levels(roots, self.backend, compiled=compiled)
             self.family.plans[key] = Plan(program.structure(roots), compiled=compiled)
-        return self.case.above(self.family.plans[key])
+        return self.case.levels(self.family.plans[key])

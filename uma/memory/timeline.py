@@ -102,18 +102,28 @@ class Step(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The most bytes at once, those not free yet at the end, the largest buffer made, all slots."""
+    """The most bytes at once until each stop and after the last, and those needed at each stop.
 
-    peak: int
+    Then those not free yet at the end, the largest buffer made, all slots.
+    """
+
+    peaks: Numbers
+    needed: Numbers
     pending: int
     largest: int
     slots: list[int]
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks)
 
 
 class Timeline:
     """The steps of an evaluation; the ``slots`` of arrays by number, and ``sources`` in use.
 
     ``views`` counts the operations before the first step and after each that only make views.
+    ``stops`` are steps: those that make the arrays ``marks``, and that with the last use of the
+    first of them.
     """
 
     def __init__(
@@ -122,6 +132,7 @@ class Timeline:
         kinds: Sequence[Kind],
         sources: Iterable[int],
         kept: Iterable[int],
+        marks: Sequence[int] = (),
     ) -> None:
         """``order`` are kinds, inputs and outputs; arrays ``kept`` are needed at the end."""
         self._uses = dict.fromkeys(kept, 1)
@@ -139,6 +150,14 @@ class Timeline:
                 self._view(inputs[0], outputs[0])
             else:
                 self._add(number, kind, inputs, outputs)
+        self.stops = self._stops([self.slots[i] for i in marks])
+
+    def _stops(self, slots: Sequence[int]) -> Numbers:
+        if not slots:
+            return ()
+        made = {step.made: count for count, step in enumerate(self.steps, 1)}
+        gone = {i: count for count, step in enumerate(self.steps, 1) for i in step.freed}
+        return (*[made[slot] for slot in slots], gone[slots[0]])
 
     def _view(self, source: int, made: int) -> None:
         slot = self.slots[made] = self.slots[source]
@@ -234,6 +253,7 @@ class Timeline:
         largest = finished = opened = 0
         tasks = _MetalTasks() if backend == "metal" else _CpuTasks(dispatched + self.views[0])
         waiting: deque[tuple[int, int]] = deque()
+        peaks, needed, stops = [], [], {*self.stops}
         for place, (number, made, donors, reads, freed, dropped) in enumerate(self.steps, 1):
             kind = kinds[number]
             dispatches, fresh, free = kind.dispatches, kind.elements, kind.temporary
@@ -265,7 +285,12 @@ class Timeline:
             while waiting and waiting[0][0] <= tasks.done - tasks_ahead:
                 live -= waiting.popleft()[1]
                 finished += 1
-        return Run(peak, sum([size for _, size in waiting]), largest, slots)
+            if place in stops:
+                peaks.append(peak)
+                needed.append(live - sum([size for _, size in waiting]))
+                peak = live
+        pending = sum([size for _, size in waiting])
+        return Run((*peaks, peak), tuple(needed), pending, largest, slots)
 
 
 class _CpuTasks:
