@@ -250,7 +250,7 @@ def packing(examples: int) -> dict[str, Any]:
         total, tokens, start = 0.0, 0, time.process_time()
         for batch in batch_plan(list(map(inputs_of, units)), batch_size, seed=0, epoch=0):
             chosen = [units[n] for n in batch]
-            loss, _ = loss_and_gradients(model, batch_of(chosen, 1.0))
+            loss, _ = loss_and_gradients(model, batch_of(chosen))
             total, tokens = total + loss.item(), tokens + targets_of(chosen)
         mx.synchronize()
         rate = tokens / (time.process_time() - start)

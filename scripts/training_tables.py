@@ -27,10 +27,11 @@ from uma.machine.named import machine_named  # noqa: E402
 from uma.memory.optimizer_states import mlx_states, torch_states  # noqa: E402
 from uma.memory.weights import weight_bytes  # noqa: E402
 from uma.plan.training.case import TrainingCase  # noqa: E402
+from uma.plan.training.changes import near_root  # noqa: E402
 from uma.plan.training.checks import MLX_OPTIMIZERS  # noqa: E402
-from uma.plan.training.measures import near_root  # noqa: E402
+from uma.plan.training.estimate import training_estimate  # noqa: E402
 from uma.plan.training.places import places  # noqa: E402
-from uma.plan.training.stacks import Stack  # noqa: E402
+from uma.plan.training.stack import Stack  # noqa: E402
 from uma.quantization import Quantization  # noqa: E402
 from uma.units import GB  # noqa: E402
 from uma.workload import OPTIMIZERS, Sharding, TrainingWorkload, bits_word  # noqa: E402
@@ -250,8 +251,9 @@ def parallel_table() -> Iterator[tuple[str, ...]]:
 
 
 def needed(model: str, **asked: Any) -> int:
-    """What the whole device shows."""
-    return torch(model, **{"mem_kind": "device"} | ONE_ROW | asked).needed_bytes()
+    """What the whole device shows, with the paged states that it has room for."""
+    case = torch(model, **{"mem_kind": "device"} | ONE_ROW | asked)
+    return training_estimate(case).ledger.predicted_peak_bytes
 
 
 def words(model: str, stack: Stack = PLAIN, **asked: Any) -> str:

@@ -8,7 +8,7 @@ from uma.plan.emit.accelerate import script
 from uma.plan.emit.device_map import Device, modules_of
 from uma.plan.emit.peft import Training
 from uma.plan.emit.training import TrainingTarget
-from uma.plan.training.stacks import Stack
+from uma.plan.training.stack import Stack
 from uma.workload import Sharding, TrainingWorkload
 
 MODEL = "a/tiny-llama"

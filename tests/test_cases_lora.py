@@ -170,7 +170,7 @@ def test_the_padding_after_a_row_is_not_predicted() -> None:
     _, tokens = default_loss(nn.Embedding(64, 64), batch, lengths)
     assert (batch.shape[1], tokens.item()) == (65, 40)
     assert example(40).targets == 39
-    assert batch_of([[example(40)]], 1.0).weights.sum() == 39
+    assert batch_of([[example(40)]]).weights.sum() == 39
 
 
 SETTINGS = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}

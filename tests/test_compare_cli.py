@@ -128,7 +128,9 @@ def test_a_spreadsheet_has_a_line_a_machine(capsys: pytest.CaptureFixture[str]) 
         ("compare llama-3-70b --train lora --concurrency 2", 2, "--concurrency is for generating"),
         ("compare llama-3-70b --train lora --machine 2xmac-studio-m3-ultra-512", 3, ""),
         ("compare llama-3-70b --train full --host-disk 2", 2, "--host-disk"),
-        ("compare qwen3-30b-a3b --train dora --machine h100", 2, "stacked experts"),
+        ("compare qwen3-30b-a3b --train dora --machine h200", 0, ""),
+        ("compare qwen3-30b-a3b --train dora --machine mac-studio-m3-ultra-512", 3, ""),
+        ("compare llama-3-8b --train rslora --machine h200", 0, ""),
         ("compare llama-3-70b --train lora --emit vllm --machine h100", 2, "leave out --train"),
         ("compare llama-3-70b --emit deepspeed --machine h100", 2, "give --train"),
         ("compare llama-3-8b --train qlora --emit fsdp --machine h100", 2, "fsdp for several"),
@@ -231,6 +233,10 @@ def test_the_table_of_training_says_what_is_trained(capsys: pytest.CaptureFixtur
         ("--train full --machine 8xh100 --emit deepspeed", '"zero_optimization"'),
         ("--train full --machine 8xh100 --emit fsdp", "fsdp_version"),
         ("--train full --machine 8xh100 --emit peft", "ds.json (--emit deepspeed)"),
+        ("--train qlora --machine 2xrtx-4090 --emit fsdp", "the script of --emit peft-fsdp"),
+        ("--train qlora --machine 2xrtx-4090 --emit peft-fsdp", "bnb_4bit_quant_storage"),
+        ("--train lora --machine 2xh100 --emit peft-deepspeed", "ds.json (--emit deepspeed)"),
+        ("--train qlora --machine t4 --emit peft", "dtype=torch.float16"),
         ("--train qlora --machine mac-mini-m4-24 --emit mlx", "uma convert meta-llama/"),
     ],
 )
@@ -239,6 +245,38 @@ def test_the_plan_of_a_training_is_written_for_the_program_that_runs_it(
 ) -> None:
     assert main(["compare", "llama-3-8b", *options.split()]) == 0
     assert said in capsys.readouterr().out
+
+
+def test_a_file_and_the_script_beside_it_are_of_one_plan(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    titles = []
+    for emit in ("fsdp", "peft-fsdp"):
+        command = f"compare llama-3-8b --train qlora --machine 2xrtx-4090 --emit {emit}"
+        assert main(command.split()) == 0
+        text = capsys.readouterr().out
+        titles.append(text.partition(";")[0])
+        # Trainer refuses both of them together (training_args.py).
+        assert ("fsdp_activation_checkpointing: true" in text) == (emit == "fsdp")
+        assert "gradient_checkpointing=True" not in text
+    assert titles[0] == titles[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        ("gpt-oss-20b --train lora --machine h100", 0, "Mxfp4Config(dequantize=True)"),
+        ("gpt-oss-20b --train qlora --machine h100", 2, "stored in mxfp4"),
+        ("deepseek-v3 --train qlora --machine 8xh200 --host-ram 2TB", 2, "stored in fp8"),
+    ],
+)
+def test_weights_that_are_stored_in_fewer_bits_are_made_16_or_refused(
+    capsys: pytest.CaptureFixture[str], options: str, code: int, said: str
+) -> None:
+    """transformers 5.24, quantizers/auto.py and quantizer_mxfp4.py: nothing else is trained."""
+    assert main(["compare", *options.split(), "--emit", "peft"]) == code
+    found = capsys.readouterr()
+    assert said in found.out + found.err
 
 
 def test_the_command_for_a_mac_is_one_that_uma_takes(capsys: pytest.CaptureFixture[str]) -> None:

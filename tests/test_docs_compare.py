@@ -165,10 +165,11 @@ def training() -> set[str]:
 
     base = plan(row(trained("llama-3-8b", "qlora"), "rtx-4080"))
     eight_b = small.architecture.num_parameters
+    recipes = [one.recipe for one in lora.values() if one.recipe is not None]
     return {
         gb(base.bits_per_weight * eight_b / 8, 1),
         f"{100 * qlora.bits_per_weight / 16:.0f} %",
-        f"{100 * small.trained_elements / eight_b:.2f} %",
+        f"{100 * small.trained_elements(recipes[0]) / eight_b:.2f} %",
         gb(18 * LLAMA_70B / 8, 1),
         gb(8 * LLAMA_70B / 8, 1),
         *(

@@ -16,7 +16,7 @@ import training_tables as tables  # noqa: E402
 
 from uma.cli import main  # noqa: E402
 from uma.machine import verdict  # noqa: E402
-from uma.plan.training.stacks import Stack  # noqa: E402
+from uma.plan.training.stack import Stack  # noqa: E402
 from uma.units import GB  # noqa: E402
 from uma.workload import Sharding  # noqa: E402
 

@@ -12,7 +12,7 @@ from uma.engines.transformers import weights_term
 from uma.errors import UsageError
 from uma.plan.emit.device_map import modules_of, placement
 from uma.plan.emit.training import TRAINING_TARGETS, training_configuration
-from uma.plan.training.stacks import Stack
+from uma.plan.training.stack import Stack
 from uma.workload import Sharding
 
 RECORDED: dict[str, Any] = json.loads(
@@ -123,6 +123,7 @@ def test_a_script_for_fsdp_in_16_bits_mixes_no_precision() -> None:
         ("peft", {"quantized": "gptq"}, "base in gptq"),
         ("peft", {"grad_checkpoint": 2}, "every layer"),
         ("peft", {"loss": "sliced"}, "slices"),
+        ("peft", {"method": "full", "dtype": "float16"}, "no bfloat16"),
     ],
 )
 def test_what_the_programs_cannot_do_is_refused_with_a_way_out(

@@ -47,6 +47,7 @@ REFUSED = [
     ("--keys", "self_attn.q_proj", "--keys", "nothing"),
     ("--num-layers", "9"),
     ("--budget", "1MiB"),
+    ("--keys", "lm_head", "--budget", "64MiB"),
     ("--max-seq-length", "2", "--overlong", "drop"),
 ]
 
@@ -103,6 +104,11 @@ def test_training_follows_its_plan(uma: Any, options: tuple[str, ...]) -> None:
     for name in ("weights", "adapters", "optimizer_states"):
         if name in measured:
             assert measured[name]["measured_bytes"] == measured[name]["predicted_bytes"], name
+
+
+def test_a_model_of_few_layers_trains_them_all_where_no_number_is_asked_for(uma: Any) -> None:
+    code, done, _ = uma("--iters", "2")
+    assert (code, done["settings"]["num_layers"]) == (0, 4)
 
 
 @pytest.mark.parametrize("options", REFUSED, ids=" ".join)

@@ -15,6 +15,7 @@ from uma.cli import main
 from uma.cli.lora import train as lora_train
 from uma.cli.lora.asked import Asked
 from uma.cli.lora.options import Optimizer
+from uma.cli.lora.plan import DEFAULT_LAYERS
 from uma.errors import RuntimeUnavailable
 from uma.runtime.lora.event_file import EventFile, event, record
 from uma.runtime.lora.optimizer import Name
@@ -53,7 +54,9 @@ def test_mlx_lm_s_defaults_are_accepted_and_ours_but_for_what_the_document_lists
         for name in Asked.__dataclass_fields__
         if getattr(ours, name) != getattr(given, name) and name not in ("model", "data")
     }
-    assert differing == {"optimizer_config"}  # theirs names every optimizer, with nothing set
+    # Theirs names every optimizer, with nothing set; our 16 layers are fewer in a smaller model.
+    assert differing == {"optimizer_config", "num_layers"}
+    assert (ours.num_layers, given.num_layers, DEFAULT_LAYERS) == (None, 16, 16)
     assert given.model == CONFIG_DEFAULTS["model"]
     options = set(Asked.__dataclass_fields__) | {"train", "test", "config", "lora_parameters"}
     document = DOCS.read_text(encoding="utf-8")
@@ -75,6 +78,7 @@ DIFFERENCES = {
     "rows of several formats in a file": "test_cases_lora.py::test_rows_may_have_different_formats",
     "`--mask-prompt` with plain text": "test_dataset.py::test_plain_text_has_no_prompt_to_mask",
     "unknown keys of a YAML file": "test_lora_config.py::test_what_is_wrong_in_the_file_is_named",
+    "more layers than there are": "test_lora_run.py::test_an_adapter_that_cannot_be_put_is_refused",
     "Adafactor's step": "test_lora_optimizers.py::test_adafactor_takes_the_learning_rate",
 }
 
@@ -142,6 +146,7 @@ def test_nested_keys_reach_their_options(asked: Any, tmp_path: Path) -> None:
         ("mask_prompt: 3", "mask_prompt: 3 is not true or false"),
         ("fine_tune_type: qlora", "fine_tune_type: 'qlora' is not one of"),
         ("lora_parameters: {rank: 8, alpha: 16}", "which is alpha / rank: 16 / 8"),
+        ("lora_parameters: {alpha: 16, scale: 2}", "which is alpha / rank: 16 / 8"),
         ("lora_parameters: {ranks: 8}", "has no 'ranks'; it has rank, scale, dropout, keys"),
         ("lora_parameters: 8", "lora_parameters is 8 instead of keys"),
         ("train: false", "uma lora eval"),

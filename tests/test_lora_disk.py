@@ -18,6 +18,7 @@ from models import saved_model
 
 from uma.errors import StorageError
 from uma.measurement.run_folder import checkpoints
+from uma.runtime.lora.adapter import save_adapter
 from uma.runtime.lora.trackers import reporting
 
 ITERS = 30
@@ -68,6 +69,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("needs the right to mount a file system")
     yield disk
     subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_limit_of_a_file_s_size_is_told_as_what_it_is(tmp_path: Path) -> None:
+    """As a quota is: MLX says how many bytes it could not write, and not why."""
+    with limited() as limit:
+        limit(60 << 10)
+        with pytest.raises(StorageError, match=r"cannot be written to \S+: File too large"):
+            save_adapter(tmp_path, {"a": mx.zeros((64, 1024))}, {})
+    assert list(tmp_path.iterdir()) == []
 
 
 def at(monkeypatch: pytest.MonkeyPatch, point: str, do: Callable[[], None]) -> None:

@@ -15,8 +15,9 @@ from mlx_lm.generate import generate_step
 from mlx_lm.tuner.lora import LoRALinear
 from models import saved_model
 
+from uma.checkpoint.adapter import WEIGHTS, adapter_header
 from uma.cli import main
-from uma.errors import StorageError
+from uma.errors import CheckpointError, StorageError, UsageError
 from uma.quantization import Quantization
 from uma.runtime.load import add_adapter, load, open_model
 from uma.runtime.lora import fuse
@@ -260,6 +261,23 @@ def test_an_adapter_that_does_nothing_is_named(
     command = ["lora", "fuse", str(base), "--adapter-path", str(trained), "-o"]
     assert main([*command, str(tmp_path / "fused")]) == 2
     assert "it is not trained" in capsys.readouterr().err
+
+
+def test_a_fusion_that_is_not_finite_is_refused_even_by_force(tmp_path: Path) -> None:
+    base = saved_model("full", tmp_path / "base")
+    trained = adapter(base, tmp_path / "adapter", size=float("nan"))
+    with pytest.raises(UsageError, match="the adapter gives logits that are not finite"):
+        fused(base, trained, tmp_path / "fused", force=True)
+    assert not (tmp_path / "fused").exists()
+
+
+def test_an_adapter_of_integers_is_refused(tmp_path: Path) -> None:
+    base = saved_model("full", tmp_path / "base")
+    trained = adapter(base, tmp_path / "adapter")
+    weights = {n: w.astype(mx.int32) for n, w in mx.load(str(trained / WEIGHTS)).items()}
+    mx.save_safetensors(str(trained / WEIGHTS), weights)
+    with pytest.raises(CheckpointError, match="is I32, and an adapter has numbers with fractions"):
+        adapter_header(trained)
 
 
 def test_the_command_reports_what_is_kept(

@@ -21,12 +21,11 @@ def test_packed_rows_give_the_loss_and_gradients_of_the_rows_apart(
     rows = examples(9)
     packed, apart = units_of(rows, 96), units_of(rows)
     assert len(packed) < len(apart)
-    weight = 1 / targets_of(apart)
-    loss, found = loss_and_gradients(model, batch_of(packed, weight), **slices)
-    wanted_loss, wanted = loss_and_gradients(model, batch_of(apart, weight))
+    loss, found = loss_and_gradients(model, batch_of(packed), **slices)
+    wanted_loss, wanted = loss_and_gradients(model, batch_of(apart))
     assert loss.item() == pytest.approx(wanted_loss.item(), rel=1e-5)
     assert max(relative(found[name], value) for name, value in wanted.items()) <= 1e-5
-    assert loss_of(model, batch_of(packed, weight)).item() == pytest.approx(loss.item(), rel=1e-6)
+    assert loss_of(model, batch_of(packed)).item() == pytest.approx(loss.item(), rel=1e-6)
 
 
 def test_packing_keeps_every_target_and_fills_rows() -> None:

@@ -101,7 +101,8 @@ def test_passes_hold_every_row_once_and_no_more_than_their_positions(pass_tokens
 
 def test_the_worst_batch_is_the_one_of_which_no_other_needs_more(base: Path) -> None:
     """mlx_lm.lora meets its longest batch when chance has it (case E1)."""
-    asked = case(base, rows(lengths(41, 600), 4, lengths(9, 300, 1)))
+    data = rows(lengths(41, 600), 4, lengths(9, 300, 1))
+    asked = case(base, data, grad_accumulation_steps=2)
     for cut in (Cut(), Cut(2), Cut(1)):
         plan = plan_fine_tuning(asked, cut, smaller=False)
         every = {*asked.shapes(cut), *asked.validation_shapes(cut)}
@@ -125,6 +126,27 @@ def test_a_budget_cuts_the_batch_and_not_the_update(base: Path) -> None:
     assert "an update still sees 8 rows" in found.notes[0]
     larger = replace(found.cut, micro_batch=found.micro_batch * 2)
     assert plan_fine_tuning(found.case, larger, smaller=False).ledger.verdict == "exceeds"
+
+
+def test_a_budget_of_ones_own_is_kept_with_the_error_of_the_plan_to_spare(base: Path) -> None:
+    data = rows(lengths(41, 600), 8)
+    needed = plan_fine_tuning(case(base, data), Cut(4), smaller=False).ledger.predicted_peak_bytes
+    for share, rows_at_once in ((1.01, 2), (1.09, 4)):
+        asked = case(base, data, int(needed * share))
+        assert plan_fine_tuning(asked, Cut(4), smaller=True).micro_batch == rows_at_once
+
+
+def test_passes_of_a_batch_sum_their_gradients_as_accumulated_batches_do(base: Path) -> None:
+    data = lengths(41, 600)
+    cut = plan_fine_tuning(case(base, rows(data, 4), rank=512), Cut(1), smaller=False)
+    steps = case(base, rows(data, 1), rank=512, grad_accumulation_steps=4)
+    assert cut.ledger.terms == plan_fine_tuning(steps, Cut(), smaller=False).ledger.terms
+    single = plan_fine_tuning(case(base, rows(data, 1), rank=512), Cut(1), smaller=False)
+    gradients = next(t.size_bytes for t in single.ledger.terms if t.name == "adapters")
+    assert (
+        phase_totals(cut.ledger.terms)["backward"]
+        == gradients + (phase_totals(single.ledger.terms)["backward"])
+    )
 
 
 def test_rows_of_which_little_is_predicted_need_less_for_the_loss(base: Path) -> None:
@@ -175,6 +197,17 @@ def test_a_budget_packs_into_shorter_rows_before_it_makes_slices_smaller(base: P
     again = plan_fine_tuning(found.case, found.cut, smaller=True)  # a resumed run
     assert (again.cut, again.notes) == (found.cut, ())
     assert remedies(least)[0].endswith("only a smaller or a quantized base would fit")
+
+
+def test_packed_rows_of_one_example_each_need_what_they_need_unpacked(base: Path) -> None:
+    alone = packed((500, 490, 480, 130, 120, 110, 100), 512, 2)
+    assert [len(row) for row in alone.packed].count(1) == 3
+    unpacked = rows((500, 490), 2)
+    needed = [
+        plan_fine_tuning(case(base, data), Cut(), smaller=False).ledger.predicted_peak_bytes
+        for data in (alone, unpacked)
+    ]
+    assert needed[0] >= needed[1]
 
 
 def test_what_would_fit_is_told_of_the_setting_that_takes_most(base: Path) -> None:

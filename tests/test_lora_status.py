@@ -179,6 +179,14 @@ def test_what_a_resumed_run_says_is_of_its_last_begin(tmp_path: Path) -> None:
     assert status.train_loss == 3.0  # of the checkpoint
 
 
+def test_a_damaged_checkpoint_is_not_said_to_be_kept(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run")
+    newer = folder / "checkpoints" / "0000020"
+    newer.mkdir()
+    (newer / "state.json").write_text("{")
+    assert read_status(folder).checkpoint == 10
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no run was begun in"):
         read_status(tmp_path)

@@ -295,6 +295,23 @@ def test_the_end_of_its_terminal_lets_a_run_save_and_leave(run: Run) -> None:
     assert status.can_continue
 
 
+def test_a_second_signal_leaves_at_once_and_the_run_says_so(run: Run) -> None:
+    parent = run.start("--iters", "4000")
+    run.wait_for(5)
+    child = run.status()["pid"]
+    os.kill(child, signal.SIGSTOP)  # so that both are there before it comes to a step's end
+    parent.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    os.kill(child, signal.SIGINT)
+    os.kill(child, signal.SIGCONT)
+    _, errors = parent.communicate(timeout=60)
+    assert parent.returncode == 130
+    status = read_status(run.folder)
+    assert (status.how, status.checkpoint) == ("failed", int(checkpoints(run.folder)[-1].name))
+    assert "as a second signal asked" in status.text
+    assert f"kept: the checkpoint of iteration {status.checkpoint}" in errors
+
+
 def test_a_run_under_nohup_is_not_ended_by_the_end_of_its_terminal(run: Run) -> None:
     """A background job of a script ignores Ctrl-C in the same way."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}

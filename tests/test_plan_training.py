@@ -43,7 +43,6 @@ def case_on(machine: str, model: str, bits: int = 16, **asked: Any) -> TrainingC
         "torch" if torch else "mlx",
         TrainingWorkload(**asked),
         weight_bytes(architecture, form),
-        weight_bytes(architecture, Quantization(4, 64)),
     )
 
 

@@ -1,6 +1,7 @@
 """A training step traced from mlx-lm's code, against closed forms and measured peaks."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,18 @@ def test_a_step_for_metal_is_traced_with_its_gradients(trainer: Trainer) -> None
     traced = peak(trace_training(config, None, asked, "metal", trainer=trainer))[1]
     kernels = peak(closed(config, asked, trainer, "metal"))[1]
     assert traced == pytest.approx(kernels, rel=0.12)
+
+
+@pytest.mark.parametrize("checkpoint", [0, 1])
+def test_the_loss_of_a_step_for_metal_is_one_kernel_each_way(checkpoint: int) -> None:
+    """mlx 0.32.4, nn/losses.py: no copy of the logits is made, which are nearly all there is."""
+    config = {**CONFIGS["full"], "vocab_size": 65_536}
+    asked = workload(grad_checkpoint=checkpoint)
+    traced = peak(trace_training(config, None, asked, "metal"))[1]
+    kernels = peak(closed(config, replace(asked, loss="fused"), "mlx_lm", "metal"))[1]
+    assert traced == pytest.approx(kernels, rel=0.05)
+    alone = peak(closed(config, asked, "mlx_lm", "metal"))[1]
+    assert alone > 1.3 * kernels  # as before that kernel
 
 
 def test_nothing_of_a_large_model_is_evaluated() -> None:

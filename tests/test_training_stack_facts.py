@@ -11,9 +11,12 @@ from uma.cli import main
 from uma.engines.torch_training import training_terms
 from uma.ledger import peak, phase_totals
 from uma.memory.loss import Copies
-from uma.plan.training.stacks import Stack, settings_for
+from uma.plan.training.stack import Stack
+from uma.plan.training.stacks import settings_for
 from uma.units import GIB
 from uma.workload import TrainingWorkload
+
+OFFLOADED = ["--zero-stage", "3", "--offload-optimizer", "host", "--offload-parameters", "host"]
 
 
 def terms_of(found: dict[str, Any], phase: str) -> dict[str, int]:
@@ -186,6 +189,18 @@ def test_muon_leaves_embeddings_head_and_norms_to_adamw(capsys: Any) -> None:
             "no gradients where no input needs one",
         ),
         (["--train", "lora", "--tensor", "8", "--sequence", "8"], "not divisible by 64"),
+        (["--train", "full", "--quant", "fp32"], "with --precision mixed"),
+        (["--train", "full", "--stack", "torchtune", "--precision", "mixed"], "has no autocast"),
+        (["--train", "lora", "--stack", "unsloth", "--loss", "naive"], "leave --loss out"),
+        (["--train", "lora", "--fused-kernels", "liger", "--loss", "naive"], "Liger's loss"),
+        (["--train", "lora", "--stack", "unsloth", *OFFLOADED], "without ZeRO and FSDP"),
+        (["--train", "lora", "--optimizer", "adamw-8bit", *OFFLOADED], "float32 Adam"),
+        (
+            ["--train", "full", "--optimizer", "adamw-8bit", "--devices", "2", "--fsdp", "full"],
+            "does not go with FSDP",
+        ),
+        (["--train", "lora", "--macos", "26"], "which A100 SXM4 80GB is not"),
+        (["--train", "lora", "--exact"], "--exact traces mlx-lm's own code"),
     ],
 )
 def test_bases_and_splits_that_nothing_trains_are_refused(
@@ -194,6 +209,45 @@ def test_bases_and_splits_that_nothing_trains_are_refused(
     name = "gpt-oss-20b" if "mxfp4" in words else "llama-3-8b"
     assert main(["estimate", name, *CARD, *words]) == 2
     assert reason in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--machine", "mac-mini-m4-16", "--attention", "fused"], "mlx_lm.lora has no fused"),
+        (
+            ["--machine", "mac-mini-m4-16", "--trainer", "uma", "--attention", "materialised"],
+            "always computes attention in slices",
+        ),
+        (["--machine", "dgx-spark", "--engine", "mlx"], "training under MLX is known on Macs"),
+    ],
+)
+def test_what_mlx_does_not_do_is_refused(words: list[str], reason: str, capsys: Any) -> None:
+    assert main(["estimate", "llama-3-8b", "--train", "lora", *words]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_ligers_kernels_make_no_logits(capsys: Any) -> None:
+    """Liger-Kernel, transformers/monkey_patch.py: ``fused_linear_cross_entropy=True``."""
+    asked = ["llama-3-8b", *CARD, "--train", "lora", "--batch-size", "4", "--grad-checkpoint"]
+    asked += ["--mem-kind", "allocated"]
+    liger = estimated(capsys, *asked, "--fused-kernels", "liger")
+    assert liger["total_bytes"] < estimated(capsys, *asked, "--loss", "sliced")["total_bytes"]
+    whole = estimated(capsys, *asked, "--fused-kernels", "liger", "--loss", "fused")
+    assert whole["total_bytes"] > liger["total_bytes"] + 4 * 2048 * 128_256 * 2
+
+
+def test_rows_beyond_the_model_and_cards_without_bfloat16_are_told(capsys: Any) -> None:
+    asked = ["--train", "lora", "--machine", "rtx-2080-ti", "--batch-size", "1"]
+    notes = estimated(capsys, "gpt2", *asked)["notes"]
+    assert "the model was made for 1,024 tokens of context" in notes
+    assert any(note.startswith("no bfloat16 before Ampere") for note in notes)
+
+
+def test_unsloth_counts_layers_between_its_checkpoints_without_a_word_more(capsys: Any) -> None:
+    asked = ["llama-3-8b", *CARD, "--train", "lora", "--stack", "unsloth"]
+    assert main(["estimate", *asked, "--checkpoint-every", "4"]) == 0
+    capsys.readouterr()
 
 
 def test_adapters_on_fp8_are_trained_by_transformers_5(capsys: Any) -> None:
@@ -257,3 +311,13 @@ def test_gemma_2_keeps_the_tanh_of_its_logits_and_of_its_scores(capsys: Any) -> 
             for one in (gemma, plain)
         )
         assert with_caps - without == kept
+
+
+def test_mlx_lm_trains_on_the_weights_as_they_are_stored_wherever_it_runs(capsys: Any) -> None:
+    """On a CPU uma's own trainer alone may make float32 of them."""
+    asked = ["llama-3-8b", "--train", "lora", "--engine", "mlx", "--max-seq-length", "512"]
+    here, mac = (
+        terms_of(estimated(capsys, *asked, *words), "always")
+        for words in ([], ["--machine", "mac-studio-m3-ultra-512"])
+    )
+    assert here["weights"] == mac["weights"] < 5 * GIB

@@ -16,7 +16,8 @@ from uma.plan.compare.candidates import HostProfile
 from uma.plan.compare.recipes import Kind, Recipe
 from uma.plan.compare.training import _need, _recipes
 from uma.plan.emit.peft import OPTIMIZERS
-from uma.plan.training.stacks import PROGRAMS, Stack, settings_for
+from uma.plan.training.stack import Stack
+from uma.plan.training.stacks import PROGRAMS, settings_for
 from uma.units import GIB
 from uma.workload import Sharding, TrainingWorkload, bits_named
 
@@ -95,14 +96,14 @@ def test_full_training_of_8b_in_16_bits_fits_80_gb_with_trainers_fused_adamw(cap
 
 
 @pytest.mark.parametrize("quant", ["bf16", "nf4"])
-def test_zero_1_needs_no_more_than_data_parallelism(quant: str, capsys: Any) -> None:
+def test_zero_1_needs_less_than_data_parallelism_but_for_buckets(quant: str, capsys: Any) -> None:
     asked = ["llama-3-8b", "--train", "lora", "--machine", "8xa100-sxm4-80gb", "--devices", "8"]
     asked += ["--batch-size", "3", "--max-seq-length", "257", "--mem-kind", "allocated"]
     whole, sharded = (
         estimated(capsys, *asked, "--quant", quant, "--zero-stage", stage)["total_bytes"]
         for stage in ("0", "1")
     )
-    assert sharded < whole
+    assert sharded < whole + 2 * 5 * 10**8 * 2  # reduce_bucket_size, twice, in 16 bits
 
 
 def test_a_prepared_base_has_float32_embeddings_and_head(capsys: Any) -> None:

@@ -90,7 +90,7 @@ def test_optimizer_states_are_those_of_mlx(optimizer: str, method: str) -> None:
 def test_dora_of_stacked_experts_is_refused_as_mlx_lm_refuses_it() -> None:
     architecture = architecture_from_config(CONFIGS["moe"])
     with pytest.raises(UsageError, match="DoRA has no form"):
-        adapter_elements(architecture, workload_of("dora"))
+        trained_arrays(architecture, workload_of("dora"))
     with pytest.raises(ValueError, match="doesn't support DoRA"):
         trained_model(CONFIGS["moe"], "dora", 2)
 

@@ -14,7 +14,8 @@ from uma.architecture.layers import Architecture
 from uma.engines.torch_model import Settings
 from uma.memory.loss import TRANSFORMERS
 from uma.memory.term import MemoryTerm
-from uma.plan.training.stacks import Stack, settings_for
+from uma.plan.training.stack import Stack
+from uma.plan.training.stacks import settings_for
 from uma.workload import TrainingWorkload
 
 from .rows import MODEL, Skipped, known_model

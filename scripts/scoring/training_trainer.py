@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from uma.architecture.layers import Architecture
 from uma.memory.loss import TRANSFORMERS, TRANSFORMERS_45, TRANSFORMERS_46, Copies
-from uma.plan.training.stacks import Stack
+from uma.plan.training.stack import Stack
 from uma.workload import Sharding, TrainingWorkload
 
 from .rows import INCOMPLETE, NOT_TOLD, Row, Skipped, number
@@ -33,6 +33,7 @@ def fms(row: Row, architecture: Architecture) -> Case:
     half = "float16 w" in row["precision"] and "bf" not in row["precision"]
     workload = TrainingWorkload(
         method=method,
+        loss="sliced" if "liger" in name else "fused" if "foak" in name else "naive",
         rank=number(row["rank"]) or 16,
         targets=() if full else targets_of(row),
         num_layers=None,
@@ -51,11 +52,12 @@ def fms(row: Row, architecture: Architecture) -> Case:
         precision="pure" if not autocast else "mixed" if sharded and full else "16-bit",
         prepare_kbit="baseline" in name and not sharded,
         lora_dropout=not full,
-        fused_kernels=("unsloth" if quantized else "liger") if foak else None,
+        fused_kernels="unsloth" if foak else None,
     )
     facts = {
         "adapter_width": 2 if sharded and not autocast else 4,
         "copies": _fms_loss(row, architecture, name),
+        "fused_adapters": foak and bool(quantized),  # Unsloth has them for 16 bits too
         "repeats_kv": "istral" in row["model"] or "ixtral" in row["model"],
         "sorted_experts": bool(experts) or "granite" in row["model"],
         "expert_devices": expert_devices,

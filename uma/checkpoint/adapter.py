@@ -40,7 +40,14 @@ def adapter_header(folder: Path) -> Header:
     if not (folder / WEIGHTS).is_file():
         raise CheckpointError(f"{folder} holds no adapter: it has no {WEIGHTS}")
     try:
-        return read_header(folder / WEIGHTS)
+        header = read_header(folder / WEIGHTS)
     except CheckpointError as error:
         reason = str(error).removesuffix("; download it again")
         raise CheckpointError(f"{reason}; copy the adapter again, or train it again") from None
+    for tensor in header.tensors:
+        if tensor.dtype not in ("F32", "F16", "BF16"):
+            raise CheckpointError(
+                f"{folder / WEIGHTS}: {tensor.name} is {tensor.dtype}, and an adapter has numbers "
+                "with fractions; copy the adapter again, or train it again"
+            )
+    return header

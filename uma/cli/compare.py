@@ -9,7 +9,17 @@ from uma.cli.options import chosen_model
 from uma.workload import DEFAULT_MAX_SEQ_LENGTH, DEFAULT_RANK
 
 Prefer = Literal["quality", "speed", "price", "context"]
-Emit = Literal["llama.cpp", "mlx", "accelerate", "vllm", "peft", "deepspeed", "fsdp"]
+Emit = Literal[
+    "llama.cpp",
+    "mlx",
+    "accelerate",
+    "vllm",
+    "peft",
+    "deepspeed",
+    "peft-deepspeed",
+    "fsdp",
+    "peft-fsdp",
+]
 
 
 def compare(
@@ -70,14 +80,14 @@ def compare(
         typer.Option(help="Quantize the KV cache: 8 bits, or 4, which vLLM does not have."),
     ] = None,
     train: Annotated[
-        Literal["lora", "qlora", "dora", "full"] | None,
+        Literal["lora", "rslora", "qlora", "dora", "full"] | None,
         typer.Option(help="Compare fine-tuning instead: adapters of one kind, or all weights."),
     ] = None,
     rank: Annotated[
         int, typer.Option(min=1, max=1 << 16, help="train: rank of the adapters.")
     ] = DEFAULT_RANK,
     max_seq_length: Annotated[
-        int, typer.Option(min=1, max=1 << 24, help="train: tokens of the longest row.")
+        int, typer.Option(min=2, max=1 << 24, help="train: tokens of the longest row.")
     ] = DEFAULT_MAX_SEQ_LENGTH,
     batch_size: Annotated[
         int, typer.Option(min=1, max=1 << 16, help="train: rows at once on each device.")
@@ -138,7 +148,8 @@ def compare(
         Emit | None,
         typer.Option(
             help="Print the command or script that runs the plan of one --machine with this "
-            "program, each value with its reason."
+            "program, each value with its reason; peft-deepspeed and peft-fsdp are the scripts for "
+            "the files of deepspeed and fsdp."
         ),
     ] = None,
     csv: Annotated[

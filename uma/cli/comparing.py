@@ -23,7 +23,7 @@ LINKS = {"3": 15.8, "4": 31.5, "5": 63.0}  # GB/s of x16 in one direction, as in
 GENERATING = ("context", "min_context", "concurrency", "kv_bits")
 TRAINING = ("rank", "max_seq_length", "batch_size")
 GENERATED_BY = ("llama.cpp", "mlx", "accelerate", "vllm")
-TRAINED_BY = ("mlx", "peft", "deepspeed", "fsdp")
+TRAINED_BY = ("mlx", "peft", "deepspeed", "peft-deepspeed", "fsdp", "peft-fsdp")
 _TRAINERS = (
     "mlx is for Macs, peft for cards, fsdp for several, deepspeed for several or with a part of "
     "the state on the host"
@@ -136,7 +136,7 @@ def _subject(
     if asked["train"] is not None:
         from uma.plan.compare.training_subject import TrainingSubject
 
-        kind = asked["train"]
+        kind: Any = {"rslora": "lora"}.get(asked["train"], asked["train"])
         workload = TrainingWorkload(
             method="lora" if kind == "qlora" else kind,
             rank=asked["rank"],
@@ -233,8 +233,8 @@ def _emitted(
     from uma.plan.compare.subject import Subject
 
     if not isinstance(subject, Subject):
-        # The script runs every plan of PyTorch, with the other programs' files beside it.
-        trainer: Any = {"mlx": "uma", "peft": None}.get(emit, emit)
+        # The script of peft alone is that of the best plan, whichever program's file is beside it.
+        trainer: Any = {"mlx": "uma", "peft": None}.get(emit, emit.removeprefix("peft-"))
         row = best_plan(subject, chosen, replace(wanted, trainer=trainer))
         return _trainer(emit, subject, row)
     from uma.plan.emit.configuration import ENGINES, configuration
@@ -252,13 +252,9 @@ def _trainer(emit: Any, subject: "TrainingSubject", row: "Row") -> str:
         UsageError: If the program does not train on such a machine.
         DoesNotFit: If nothing of it fits.
     """
-    from uma import __version__
     from uma.plan.compare.search import NO_TRAINER
     from uma.plan.compare.subject import Subject
-    from uma.plan.emit.configuration import WRITTEN_FOR
-    from uma.plan.emit.peft import Training
     from uma.plan.emit.repository import repository
-    from uma.plan.emit.training import training_configuration
     from uma.workload import Inference
 
     plan, name = row.plan, row.candidate.name
@@ -270,15 +266,35 @@ def _trainer(emit: Any, subject: "TrainingSubject", row: "Row") -> str:
             f"--emit {emit}: no plan fits {name}; {plan.technique}: {plan.shortcoming(0)}"
         )
     title = f"{plan.technique} on {row.candidate.machine.name}: {plan.verdict}"
-    name = repository(Subject(subject.source, subject.architecture, Inference()))
-    recipe = plan.recipe
+    asked = Subject(subject.source, subject.architecture, Inference())
     if emit == "mlx":
         from uma.plan.emit.mlx_training import mlx_training
 
-        return mlx_training(name, recipe, title)
-    if emit in WRITTEN_FOR:  # JSON has no line for it
-        title += f"; by uma {__version__}, for {WRITTEN_FOR[emit]}"
-    return training_configuration(emit, Training(name, recipe.workload, title, recipe.stack))
+        return mlx_training(repository(asked), plan.recipe, title)
+    return _torch_file(emit, asked, row, title)
+
+
+def _torch_file(emit: Any, asked: "Subject", row: "Row", title: str) -> str:
+    """The file of a plan of PyTorch, in the 16 bits that the machine has."""
+    from dataclasses import replace
+
+    from uma import __version__
+    from uma.plan.emit.configuration import WRITTEN_FOR
+    from uma.plan.emit.peft import Training
+    from uma.plan.emit.repository import repository, stored_in
+    from uma.plan.emit.training import training_configuration
+    from uma.plan.training.checks import without_bfloat16
+
+    assert row.plan is not None
+    assert row.plan.recipe is not None
+    recipe = row.plan.recipe
+    target: Any = "peft" if emit.startswith("peft") else emit
+    if target in WRITTEN_FOR:  # JSON has no line for it
+        title += f"; by uma {__version__}, for {WRITTEN_FOR[target]}"
+    half: Any = "float16" if any(without_bfloat16(row.candidate.machine)) else "bfloat16"
+    workload = replace(recipe.workload, dtype=half)
+    name, stored = repository(asked), stored_in(asked)
+    return training_configuration(target, Training(name, workload, title, recipe.stack, stored))
 
 
 def _shown(

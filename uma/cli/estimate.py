@@ -200,6 +200,7 @@ def _estimate(
         engine = engine or "mlx"
     trained = tr.options_asked(context)
     machine = asked.machine_asked(engine, named, macos, sizes)
+    asked.check_options(context, machine, chosen, sizes)
     if trained is not None:
         from uma.cli.training import training
 
@@ -209,7 +210,6 @@ def _estimate(
     from uma.plan.findings import findings
     from uma.report.estimate import estimate_json, estimate_text
 
-    asked.check_options(context, machine, chosen, sizes)
     given = [name for name in asked.OWN_OPTIONS if opt.given(context, name)]
     engine = asked.engine_asked(engine, machine, given)
     compare = asked.compare_command(chosen, named)

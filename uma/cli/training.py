@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from uma.dataset.lengths import Lengths
     from uma.machine import Machine
     from uma.memory.term import MemoryTerm
+    from uma.plan.inference import Case
     from uma.plan.mlx_case import MlxCase
     from uma.plan.training.case import TrainingCase
 
@@ -75,7 +76,7 @@ def _traced(
     from uma.runtime.trace_training import trace_training
 
     source, planned = _mlx_asked(chosen, asked, case.machine)
-    form, config = planned.cases[0].form, source.config or {}
+    form, config = _held(planned, asked, case.budget_bytes).form, source.config or {}
     held = None if form.kind == "float32" else form.quantization or quantization_of_config(config)
     return trace_training(config, held, case.workload, case.machine.backend, trainer=case.trainer)
 
@@ -131,14 +132,22 @@ def _case(
             f"--train with --engine {engine}: it does not train; mlx and transformers do"
         )
     at_home = machine.backend == "metal" or machine.kind == "host"
+    if exact and not at_home:
+        raise UsageError(
+            f"--exact traces mlx-lm's own code, which is not estimated on {machine.name}: leave it "
+            "out"
+        )
     trains_mlx = engine == "mlx" or (engine is None and at_home)
     if not trains_mlx and at_home:
         raise UsageError(
             f"--engine {engine} is estimated on CUDA's cards and chips, and {machine.name} has "
             "none; give --engine mlx, or --machine with one such as rtx-4090 or dgx-spark"
         )
-    if trains_mlx and machine.kind == "discrete":
-        raise UsageError(f"--engine mlx does not run on {machine.name}; give --engine transformers")
+    if trains_mlx and not at_home:
+        raise UsageError(
+            f"training under MLX is known on Macs and on this machine's processor, not on "
+            f"{machine.name}; give --engine transformers"
+        )
     if exact and not trains_mlx:
         raise UsageError("--exact traces mlx-lm's own code: give --engine mlx, or leave it out")
     budget = budget_of(
@@ -203,10 +212,8 @@ def _mlx_asked(
 def _mlx_case(
     chosen: RunOptions, asked: TrainOptions, machine: "Machine", budget: Any
 ) -> "tuple[ModelSource, TrainingCase]":
-    from uma.memory.weights import weight_bytes
     from uma.plan.training.case import TrainingCase
     from uma.plan.training.checks import check_mlx_sharding
-    from uma.quantization import Quantization
 
     if asked.precision != "16-bit":
         raise UsageError(
@@ -224,14 +231,13 @@ def _mlx_case(
             "8, or --quant mxfp4"
         )
     source, case = _mlx_asked(chosen, asked, machine)
-    best = case.cases[0]
+    best = _held(case, asked, budget.budget_bytes)
     layers = min(DEFAULT_NUM_LAYERS, len(best.architecture.layers))
     quantized = bits_word(case.bits)
     dtype = "float32" if best.form.activation_bytes == 4 else "bfloat16"
     workload = workload_of(
         asked, machine, num_layers=layers, quantized=quantized, dtype=dtype, kind="allocated"
     )
-    smaller = None if quantized else weight_bytes(best.architecture, Quantization(4, 64))
     return source, TrainingCase(
         best.architecture,
         machine,
@@ -239,9 +245,18 @@ def _mlx_case(
         "mlx",
         workload,
         best.form.weights,
-        smaller,
         trainer=asked.trainer,
     )
+
+
+def _held(planned: "MlxCase", asked: TrainOptions, budget_bytes: int) -> "Case":
+    """The weights as the trainer holds them: mlx_lm.lora as they are stored.
+
+    On a CPU uma lora train makes float32 of them where that fits (``--dequantize auto``).
+    """
+    forms = planned.cases if asked.trainer == "uma" else planned.cases[-1:]
+    fitting = (case for case in forms if case.form.weights.size_bytes <= budget_bytes)
+    return next(fitting, forms[-1])
 
 
 def _torch_case(
@@ -252,7 +267,7 @@ def _torch_case(
     from uma.engines.schemes import scheme_named
     from uma.errors import UnsupportedModel
     from uma.plan.training.case import TrainingCase
-    from uma.plan.training.stacks import Stack
+    from uma.plan.training.stack import Stack
 
     if asked.trainer == "uma":
         raise UsageError("--trainer uma is uma lora train, which runs on MLX: give --engine mlx")
@@ -266,8 +281,6 @@ def _torch_case(
         if (value := getattr(chosen, name)) is not None:
             word = name.replace("_", "-")
             raise UsageError(f"--{word} {value} is of MLX's formats; torch has --quant or --bits")
-    if asked.stack == "unsloth" and not asked.grad_checkpoint:
-        asked = asked._replace(grad_checkpoint=True)  # its own default, "unsloth"
     # unsloth, models/llama.py, from_pretrained: bnb_4bit_use_double_quant
     own = "nf4-double" if asked.stack == "unsloth" else "nf4"
     usual = own if asked.train == "qlora" else "bf16"
@@ -278,6 +291,11 @@ def _torch_case(
             "with --quant"
         )
     scheme = scheme_named(named)
+    if scheme.bits > 16:
+        raise UsageError(
+            f"--quant {named}: float32 weights are trained with --precision mixed, whose products "
+            "are in 16 bits"
+        )
     quantized = "" if scheme.bits >= 16 else scheme.name
     if asked.train == "qlora" and not quantized:
         raise UsageError(NOT_QLORA)

@@ -32,7 +32,7 @@ NumLayers = Annotated[
     typer.Option(help="train: layers from the last; -1 is all. [default: 16 on mlx, else all]"),
 ]
 MaxSeqLength = Annotated[
-    int, typer.Option(min=1, max=1 << 24, help="train: tokens of the longest row.")
+    int, typer.Option(min=2, max=1 << 24, help="train: tokens of the longest row.")
 ]
 GradCheckpoint = Annotated[
     bool,
@@ -86,7 +86,10 @@ LoraDropout = Annotated[
 ]
 FusedKernels = Annotated[
     Literal["liger", "unsloth"] | None,
-    typer.Option(help="train: torch: of norms and rotations, Unsloth's (axolotl's) of adapters."),
+    typer.Option(
+        help="train: torch: of norms and rotations; Liger's of gates and a loss in slices too, "
+        "Unsloth's (axolotl's) of adapters."
+    ),
 ]
 OptimizerInBackward = Annotated[
     bool,
@@ -202,6 +205,8 @@ def options_asked(context: typer.Context) -> TrainOptions | None:
     values = {name: params[name] for name in names}
     for name in ("data", "tokenizer"):  # typer makes paths of them later, for the function
         values[name] = values[name] and Path(values[name])
+    if values["stack"] == "unsloth":
+        values["grad_checkpoint"] = True  # its own default, "unsloth"
     asked = TrainOptions(train=params["train"], batch_size=batch, **values)
     _check_together(context, asked)
     return asked
@@ -245,6 +250,10 @@ def _check_together(context: typer.Context, asked: TrainOptions) -> None:
         raise UsageError(
             f"--{stray[0].replace('_', '-')} is an option of generation, not of --train{instead}"
         )
+    if asked.stack == "unsloth" and given(context, "loss") and asked.loss != "sliced":
+        raise UsageError("Unsloth computes the loss in slices: leave --loss out")
+    if asked.fused_kernels == "liger" and given(context, "loss") and asked.loss == "naive":
+        raise UsageError("Liger's loss is in slices, or one kernel (--loss fused): leave it out")
     if asked.targets is not None and not target_names(asked.targets):
         raise UsageError(f"--targets {asked.targets!r} names nothing; give such as q_proj,v_proj")
     if asked.train == "full" and given(context, "rank"):

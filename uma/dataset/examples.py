@@ -1,5 +1,7 @@
 """Rows as tokens, each supervised or not."""
 
+import hashlib
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -44,6 +46,15 @@ class Example:
     def targets(self) -> int:
         """Tokens that are predicted: the first has nothing before it."""
         return sum(self.supervised[1:])
+
+
+def fingerprint(examples: Sequence[Example]) -> str:
+    """A hash of the tokens of ``examples``, in their order, and of which are supervised."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(array("q", (len(example.tokens), *example.tokens)).tobytes())
+        digest.update(bytes(example.supervised))
+    return digest.hexdigest()[:16]
 
 
 def example_of(

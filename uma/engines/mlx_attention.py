@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from uma.frozen import dataclass
 from uma.memory.mlx_program import Program, Value
+from uma.workload import Backend
 
 if TYPE_CHECKING:
     from uma.engines.mlx_layers import LayerProgram
@@ -62,33 +64,43 @@ class SlicedAttention:
         """Many slices, of which the last ones are laid out, as the others are like them."""
         p, inputs = self.run_of.program, (q, k, v)
         shape = (*q.shape[:3], v.shape[3])
+        forms = tuple([(x.shape, x.width) for x in inputs])
+        masked, backend = self.window is not None, self.run_of.backend
+        space_of = partial(_space, tuple(places[-LAID_OUT:]), forms, masked, backend)
 
         def forward() -> Value:
-            space = self._space(places[-LAID_OUT:], inputs, back=False)
+            space = space_of(back=False)
             parts = p.op("Slices", inputs, shape, opaque=True, arguments=(space,))
             return p.op("Concatenate", [parts] * len(places), shape)
 
         def backward(g: Value) -> list[Value]:
-            space = self._space(places[-LAID_OUT:], inputs, back=True)
+            space = space_of(back=True)
             by_q = p.op("Slices", [*inputs, p.awaited(g)], q.shape, opaque=True, arguments=(space,))
             done = [p.awaited(by_q), *inputs]
             return [done[0], *(p.op("Slices", done, x.shape, opaque=True) for x in (k, v))]
 
         return p.custom(forward, backward, inputs)
 
-    def _space(self, places: list[Place], inputs: Sequence[Value], *, back: bool) -> int:
-        """What some slices take beside their inputs and results."""
-        p = Program()
-        q, k, v = (p.source(*x.shape, width=x.width) for x in inputs)
-        mask = None
-        if self.window is not None:
-            mask = p.source(q.shape[2], k.shape[2], width=1)
-        if back:
-            g = p.source(*q.shape[:3], v.shape[3], width=q.width)
-            made = _backward(p, places, (q, k, v), g, mask)
-        else:
-            made = [_forward(p, places, (q, k, v), mask)]
-        return max(0, p.above(made, self.run_of.backend) - sum(x.nbytes for x in made))
+
+@lru_cache(maxsize=16)
+def _space(
+    places: tuple[Place, ...],
+    forms: tuple[tuple[tuple[int, ...], int], ...],
+    masked: bool,
+    backend: Backend,
+    *,
+    back: bool,
+) -> int:
+    """What some slices take beside their results and inputs, of shapes and bytes an element."""
+    p = Program()
+    q, k, v = (p.source(*shape, width=width) for shape, width in forms)
+    mask = p.source(q.shape[2], k.shape[2], width=1) if masked else None
+    if back:
+        g = p.source(*q.shape[:3], v.shape[3], width=q.width)
+        made = _backward(p, places, (q, k, v), g, mask)
+    else:
+        made = [_forward(p, places, (q, k, v), mask)]
+    return max(0, p.above(made, backend) - sum(x.nbytes for x in made))
 
 
 def _part(p: Program, place: Place, inputs: Sequence[Value], mask: Value | None) -> Value:
@@ -103,7 +115,7 @@ def _part(p: Program, place: Place, inputs: Sequence[Value], mask: Value | None)
 
 
 def _forward(
-    p: Program, places: list[Place], inputs: tuple[Value, Value, Value], mask: Value | None
+    p: Program, places: Sequence[Place], inputs: tuple[Value, Value, Value], mask: Value | None
 ) -> Value:
     q, k, v = inputs
     outputs: list[Value] = []
@@ -114,7 +126,7 @@ def _forward(
 
 def _backward(
     p: Program,
-    places: list[Place],
+    places: Sequence[Place],
     inputs: tuple[Value, Value, Value],
     g: Value,
     mask: Value | None,

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
+from uma.architecture.layers import Layer, Recurrent
+from uma.memory.liveness import MAX_WIDTH
 from uma.memory.mlx_program import WAITING, Program, Value
 
 FLOAT32 = 4
@@ -27,10 +29,37 @@ class Alive(NamedTuple):
 
 
 # Counted in the order of evaluation of layers laid out token by token, of 129, 257 and 513 tokens:
-# with adapters, the same where a layer's input has no gradient, and with all arrays trained.
+# with adapters, the same where a layer's input has no gradient, and with all arrays trained, where
+# queries come after the sums of keys.
 ADAPTERS = Alive(states=(2.17, -16), keys=(1.78, 5), values=(0.87, -22))
 FIRST = ADAPTERS._replace(states=(0.22, -4))
 ALL_TRAINED = Alive(states=(2.14, -62), keys=(0.85, 0), values=(0.80, -13))
+# Places among the updates taken at once of a layer's first array, found by laying out all twenty
+# token by token, with dense layers and experts; and those before a layer of another kind only.
+TOGETHER, BEFORE_OTHERS = (17, 19), (0, 1)
+
+
+def is_ruled(layer: Layer) -> bool:
+    """Whether a gated delta rule is in it."""
+    return any(isinstance(m, Recurrent) and m.kind == "gated_delta" for m in layer.mixers)
+
+
+def summed_together(arrays: Sequence[int], ruled: Sequence[bool]) -> list[bool]:
+    """Of each layer trained whole whether slices of queries and keys are all there at once.
+
+    The walk from the updates takes ``MAX_WIDTH`` of them at once, layer by layer, and goes down one
+    level first where more wait. Where it reaches the gradients of a rule decides which it takes in
+    turns. Layers have so many ``arrays``; in those ``ruled`` is a rule. Those of the first, whose
+    input has no gradient, and of the last come one after the other.
+
+    >>> summed_together([17, 16] * 4, [True, False] * 4).index(True)  # behind 99 arrays
+    6
+    """
+    found = [False] * len(arrays)
+    for n in range(1, len(arrays) - 1):
+        place = sum(arrays[:n]) % MAX_WIDTH
+        found[n] = ruled[n] and place in (TOGETHER if ruled[n + 1] else TOGETHER + BEFORE_OTHERS)
+    return found
 
 
 def of_all_tokens(

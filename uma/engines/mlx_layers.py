@@ -27,7 +27,6 @@ from uma.engines.mlx_attention import (
     rotary,
     whole_attention,
 )
-from uma.engines.mlx_recurrent_layers import recurrent
 from uma.engines.mlx_roles import ROLES, module_order, place_of
 from uma.memory.adapters import Adapter, layer_adapters
 from uma.memory.mlx_program import Program, Value
@@ -46,11 +45,12 @@ def named(layer: Layer, *ends: str) -> Parameter | None:
     return None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class LayerProgram:
     """One layer in a program; ``differentiated`` layers run under ``mx.vjp``.
 
-    The input of the ``first`` of these has no gradient.
+    The input of the ``first`` of these has no gradient. ``summed_together`` is what some with a
+    gated delta rule do when all arrays are trained (``mlx_gated_delta.py``).
     """
 
     program: Program
@@ -63,6 +63,7 @@ class LayerProgram:
     slice_bytes: int | None
     inline: bool = False
     first: bool = False
+    summed_together: bool = False
     given: Iterator[Value] | None = None
     trained: list[Value] = field(default_factory=list)
     frozen: list[Value] = field(default_factory=list)
@@ -229,6 +230,8 @@ class LayerProgram:
             return self.dense(part, x, "")
         if isinstance(part, Experts):
             return self.experts(part, x)
+        from uma.engines.mlx_recurrent_layers import recurrent
+
         return recurrent(self, part, x)
 
     def attention(self, mixer: Attention, x: Value) -> Value:

@@ -3,7 +3,7 @@
 ``tuner/trainer.py``, ``train``: forward, gradients and update are one compiled function.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from uma.architecture.layers import Architecture
 from uma.engines.mlx_attention import FLOAT32, rms_norm
@@ -31,15 +31,17 @@ def step_roots(
     *,
     inner: bool = False,
     small: int = 0,
+    summed_together: Collection[int] = (),
 ) -> list[Value]:
     """The step; what is evaluated: parameters, states, the loss.
 
-    With ``inner`` what is embedded gets a gradient too, as the input of all later layers does.
-    So many ``small`` arrays are updated after those of the first layer.
+    With ``inner`` what is embedded is as wide as the input of any later layer, and gets a gradient.
+    So many ``small`` arrays are updated after those of the first layer. Gradients of some layers
+    are ``summed_together``.
     """
     runs: list[LayerProgram] = []
     batch = _batch(p, workload)
-    x = _layers(p, architecture, workload, backend, batch, runs, inner=inner)
+    x = _layers(p, architecture, workload, backend, batch, runs, summed_together, inner=inner)
     wanted = [value for run in runs for value in run.in_order()]
     loss, tokens = default_loss(p, architecture, workload, backend, batch, x)
     gradients = p.vjp([(loss, p.scalar(FLOAT32))], wanted)
@@ -61,6 +63,7 @@ def _layers(
     backend: Backend,
     batch: Value,
     runs: list[LayerProgram] | None,
+    summed_together: Collection[int] = (),
     *,
     inner: bool = False,
 ) -> Value:
@@ -70,9 +73,9 @@ def _layers(
     x = p.take(table, p.slice(batch, 1, 0, length))
     if architecture.model_type.startswith("gemma"):
         x = p.scaled(x)
-    x = p.primal(x) if inner else x
+    x = p.primal(p.astype(x, FLOAT32)) if inner else x
     trained = {id(layer) for layer in trained_layers(architecture, workload)}
-    for layer in architecture.layers:
+    for n, layer in enumerate(architecture.layers):
         run = LayerProgram(
             p,
             architecture,
@@ -84,6 +87,7 @@ def _layers(
             slice_bytes=None,
             inline=runs is not None,
             first=x.number not in p.differentiated,
+            summed_together=n in summed_together,
         )
         again = runs is not None and workload.grad_checkpoint
         x = checkpointed(run, x) if again else run.forward(x)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from uma.memory.liveness import Operation
-from uma.memory.mlx_program import Program, Value
+from uma.memory.mlx_program import Program, Value, broadcast
 
 FLOAT32 = 4
 LAID_OUT = 2  # chunks of one scan at most: more give the same peak
@@ -135,8 +135,13 @@ def time_step(p: Program, dt: Value, bias: Value) -> Value:
     return p.binary("Minimum", p.binary("Maximum", x, p.scalar(FLOAT32)), p.scalar(FLOAT32))
 
 
-def ssm_step(p: Program, cut: Sequence[Value], state: Value | None) -> tuple[Value, Value]:
-    """``_step`` of ``ssm_attn``: pairs of tokens within it, and the state before it."""
+def ssm_step(
+    p: Program, cut: Sequence[Value], state: Value | None, at_once: int | None = None
+) -> tuple[Value, Value]:
+    """``_step`` of ``ssm_attn``: pairs of tokens within it, and the state before it.
+
+    ``at_once`` are the rows, if not all, for which states are made for each token at once.
+    """
     dtx, dta, b, c = cut
     rows, length, heads, width = dtx.shape
     groups, size = b.shape[2], b.shape[3]
@@ -160,8 +165,21 @@ def ssm_step(p: Program, cut: Sequence[Value], state: Value | None) -> tuple[Val
     new = p.add(new, p.multiply(final, state))
     c = p.reshape(c, rows, length, groups, 1, size, 1)
     before = p.reshape(state, rows, 1, groups, repeats, width, size)
-    seen = p.flatten(p.squeeze(p.matmul(before, c), (5,)), 2, 3)
+    seen = p.flatten(p.squeeze(_read(p, before, c, at_once or rows), (5,)), 2, 3)
     return p.add(y, p.multiply(p.expand_dims(grown, 3), seen)), new
+
+
+def _read(p: Program, state: Value, c: Value, at_once: int) -> Value:
+    """States times ``C`` of each token; gradients of states are products of each token too."""
+    lead = broadcast(state.shape[:-2], c.shape[:-2])
+    state = p.broadcast_to(state, (*lead, *state.shape[-2:]))
+    c = p.broadcast_to(c, (*lead, *c.shape[-2:]))
+
+    def backward(g: Value) -> list[Value]:
+        by_state = p.op("Matmul", [g, p.swapped(c)], (at_once, *state.shape[1:]))
+        return [by_state._replace(shape=state.shape), p.matmul(p.swapped(state), g)]
+
+    return p.op("Matmul", [state, c], (*lead, state.shape[-2], 1), backward=backward)
 
 
 def lower(p: Program, x: Value) -> Value:

@@ -87,7 +87,7 @@ class OwnStep:
     def _sample(self, layer: Layer) -> Sample:
         if _kind(layer) not in self.samples:
             lay_out = partial(self._way_back, layer, first=False)
-            self.samples[_kind(layer)] = Sample(lay_out, self.backend)
+            self.samples[_kind(layer)] = Sample(lay_out, self.backend, ("backward", False))
         return self.samples[_kind(layer)]
 
     def _way_back(self, layer: Layer, p: Program, *, first: bool) -> Sequence[Value]:

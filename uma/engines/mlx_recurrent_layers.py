@@ -1,8 +1,8 @@
 """Recurrent layers of ``mlx_lm.models`` as MLX's operations (mlx-lm 0.32.2), as far as laid out.
 
-Mamba-2 (``ssm.py``) is laid out whole, or by one chunk where our own trainer runs it in chunks; the
-gated delta rule (``gated_delta.py``) by one chunk, or by the arrays alive of all its tokens. Other
-recurrences keep states of each token.
+Mamba-2 (``ssm.py``) is laid out by chunks, a few for many, or by two where our own trainer runs it
+in its own; the gated delta rule (``gated_delta.py``) by one chunk, or by the arrays alive of all its
+tokens. Other recurrences keep states of each token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from uma.architecture.layers import Recurrent
 from uma.engines.mlx_gated_delta import ADAPTERS, ALL_TRAINED, FIRST, of_all_tokens
-from uma.engines.mlx_own_recurrence import Chunks, repeated, ssm_chunk, ssm_step, time_step
+from uma.engines.mlx_own_recurrence import Chunks, repeated, ssm_chunk
+from uma.engines.mlx_scan import laid_out, scanned
 from uma.memory.mlx_program import Program, Value
 from uma.memory.recurrence import delta_chunk, scan_chunk
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from uma.engines.mlx_layers import LayerProgram
 
 FLOAT32 = 4
-SSM_STEP = 256  # ssm.py, ssm_attn: step
 STATES_KEPT = 3  # of each token by other recurrences: decayed, updated, and their product
 
 
@@ -74,24 +74,7 @@ def _scanned(run: LayerProgram, sequences: list[Value], state: Sequence[int]) ->
         zeros = p.zeros((x.shape[0], *state), FLOAT32)
         scan = partial(ssm_chunk, compiled=not run.differentiated)
         return Chunks(p, sequences, constants, zeros, chunk, scan, x.shape[2:]).run()
-    outputs: list[Value] = []
-    dtx, dta = _steps(p, x, sequences[3], constants)
-    carried: Value | None = None
-    for at in range(0, length, SSM_STEP):
-        end = min(at + SSM_STEP, length)
-        cut = [p.slice(part, 1, at, end) for part in (dtx, dta, *sequences[1:3])]
-        y, carried = ssm_step(p, cut, carried)
-        outputs.append(y)
-    skipped = p.multiply(x, p.reshape(constants[1], 1, 1, state[0], 1))
-    return p.add(p.concatenate(outputs, 1), skipped)
-
-
-def _steps(p: Program, x: Value, dt: Value, constants: Sequence[Value]) -> tuple[Value, Value]:
-    """Inputs and decays by their time steps."""
-    step = time_step(p, dt, constants[2])
-    decay = p.unary("Negative", p.unary("Exp", constants[0]))
-    dta = p.multiply(step, p.reshape(decay, 1, 1, dt.shape[2]))
-    return p.multiply(p.reshape(step, *step.shape, 1), x), dta
+    return scanned(p, sequences, constants, laid_out(run.workload.method, run.backend))
 
 
 def _convolved(run: LayerProgram, padded: Value) -> Value:
@@ -150,7 +133,8 @@ def _ruled(run: LayerProgram, sequences: list[Value], state: tuple[int, ...]) ->
             return Chunks(p, sequences, (), p.zeros(state, FLOAT32), chunk, _rule, out).run()
         return delta_rule(p, sequences, p.zeros(state, FLOAT32))[0]
     alive = FIRST if run.first else ADAPTERS
-    alive = ALL_TRAINED if run.workload.method == "full" else alive
+    if run.workload.method == "full" and not run.summed_together:
+        alive = ALL_TRAINED
     return of_all_tokens(p, sequences, state, alive)
 
 

@@ -5,15 +5,16 @@ freed buffers, whose size is a choice.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from uma.architecture.layers import Architecture, Layer, Parameter
 from uma.engines import mlx_lm_step
 from uma.engines.mlx_attention import FLOAT32
+from uma.engines.mlx_gated_delta import is_ruled, summed_together
 from uma.frozen import dataclass
-from uma.memory.adapters import adapters, trained_layers
+from uma.memory.adapters import mlx_adapters, trained_layers
 from uma.memory.liveness import MAX_WIDTH
 from uma.memory.mlx_plan import Levels, highest
 from uma.memory.mlx_program import Program, Value
@@ -26,9 +27,10 @@ from uma.workload import Backend, TrainingWorkload
 ALL_REDUCE_BYTES = 32 << 20  # nn/utils.py, average_gradients: gradients joined for one message
 OPTIMIZER_SCALARS = 12  # optimizers.py: the step in uint64, the learning rate in float32
 # Layers between the first and the last that are laid out, beside one of each kind, where layers run
-# again or gradients of all arrays pile up: what is alive depends on more layers then, and on as
-# many as a hundred operations that may wait on the CPU.
-BESIDE: dict[Backend, int] = {"metal": 1, "cpu": 4}
+# again, and where gradients of whole matrices pile up: what is alive depends on more layers then,
+# and on the CPU on as many as a hundred operations that may wait.
+BESIDE_AGAIN: dict[Backend, int] = {"metal": 1, "cpu": 4}
+BESIDE_FULL: dict[Backend, int] = {"metal": 3, "cpu": 4}
 STEP_SOURCE = "arrays of one step in MLX's order of evaluation"
 
 Roots = Callable[[Program, Architecture, TrainingWorkload, Backend], list[Value]]
@@ -63,7 +65,7 @@ def trained_arrays(architecture: Architecture, workload: TrainingWorkload) -> li
             for p in layer.parameters
         ]
     found = []
-    for adapter in adapters(architecture, workload):
+    for adapter in mlx_adapters(architecture, workload):
         stacked = (adapter.count,) if len(adapter.parameter.shape) == 3 else ()
         found.append(Trained((*stacked, adapter.columns, adapter.rank), FLOAT32))
         found.append(Trained((*stacked, adapter.rank, adapter.rows), FLOAT32))
@@ -133,13 +135,18 @@ class Steps:
         self.architecture, self.backend = architecture, backend
         self.layers = trained_layers(architecture, workload)
         self.workload = replace(workload, num_layers=None)
-        self.kinds = _kinds(architecture)[-len(self.layers) :]
-        again = workload.method == "full" or workload.grad_checkpoint
-        self.places = _laid_out(self.kinds, BESIDE[backend] if again else 0)
+        kinds = _kinds(architecture)[-len(self.layers) :]
+        self.kinds = list(zip(kinds, self._summed_together(kinds), strict=True))
+        beside = BESIDE_AGAIN[backend] if workload.grad_checkpoint else 0
+        if workload.method == "full":
+            beside = BESIDE_FULL[backend]
+        self.places = _laid_out(self.kinds, beside)
         self.left = Counter(self.kinds) - Counter([self.kinds[place] for place in self.places])
         self.one = dict(zip(self.kinds, self.layers, strict=True))
-        inner = partial(mlx_lm_step.step_roots, inner=True, small=1)
-        self.sample = Sample(self._lay_out(tuple(self.one.values()), inner), backend)
+        together = [n for n, (_, here) in enumerate(self.one) if here]
+        roots = partial(mlx_lm_step.step_roots, inner=True, small=1, summed_together=together)
+        kept, plain = self._kept(self.one.values()), replace(self.workload, grad_checkpoint=0)
+        self.sample = Sample(lambda p: roots(p, kept, plain, backend), backend)
 
     def peak_bytes(self) -> int:
         """The peak of the step above what exists before it.
@@ -149,7 +156,7 @@ class Steps:
         kind has added to what is needed after it. Small arrays stand for those of layers that are
         not laid out, as MLX's order of evaluation takes ``MAX_WIDTH`` of them at once.
         """
-        small = sum([count * self._arrays(kind) for kind, count in self.left.items()])
+        small = sum([count * self._arrays(self.one[kind]) for kind, count in self.left.items()])
         found = self._levels(self.places, small % MAX_WIDTH)
         return max(self._continued(levels) for levels in found)
 
@@ -162,10 +169,18 @@ class Steps:
         layout = self._lay_out(self.layers[-1:], mlx_lm_step.forward_roots)
         return self.sample.above(("forward", self.kinds[-1]), layout)
 
-    def _arrays(self, kind: object) -> int:
+    def _arrays(self, layer: Layer) -> int:
         """How many arrays of a layer are trained."""
-        one = replace(self.architecture, layers=(self.one[kind],))
-        return len(trained_arrays(one, self.workload))
+        return len(trained_arrays(self._kept([layer]), self.workload))
+
+    def _summed_together(self, kinds: Sequence[object]) -> list[bool]:
+        """Whether gradients of a layer are, which makes its kind another one."""
+        ruled = [is_ruled(layer) for layer in self.layers]
+        if self.workload.method != "full" or not any(ruled):
+            return [False] * len(ruled)
+        one = dict(zip(kinds, self.layers, strict=True))
+        arrays = {kind: self._arrays(layer) for kind, layer in one.items()}
+        return summed_together([arrays[kind] for kind in kinds], ruled)
 
     def _continued(self, levels: Levels) -> int:
         """The peak with the layers that are not laid out, which are between the first and last."""
@@ -179,14 +194,19 @@ class Steps:
         return max(max(until) + more, last)
 
     def _levels(self, places: Sequence[int], small: int = 0) -> list[Levels]:
-        key = (small, *[list(self.one).index(self.kinds[place]) for place in places])
-        roots = partial(mlx_lm_step.step_roots, small=small)
+        kinds = [list(self.one).index(self.kinds[place]) for place in places]
+        key = (self.workload.grad_checkpoint, small, *kinds)
+        together = [n for n, place in enumerate(places) if self.kinds[place][1]]
+        roots = partial(mlx_lm_step.step_roots, small=small, summed_together=together)
         lay_out = self._lay_out([self.layers[place] for place in places], roots)
         return self.sample.levels(key, lay_out, compiled=True)
 
     def _lay_out(self, layers: Sequence[Layer], roots: Roots) -> LayOut:
-        kept = replace(self.architecture, layers=tuple(layers))
+        kept = self._kept(layers)
         return lambda p: roots(p, kept, self.workload, self.backend)
+
+    def _kept(self, layers: Iterable[Layer]) -> Architecture:
+        return replace(self.architecture, layers=tuple(layers))
 
 
 def _laid_out(kinds: Sequence[object], beside: int) -> list[int]:

@@ -3,25 +3,15 @@
 from dataclasses import replace
 from math import ceil
 
-from uma.architecture.layers import Parameter
+from uma.engines.torch_deepspeed import first_gradient_terms
 from uma.engines.torch_layers import Batch
 from uma.engines.torch_model import COPIED, Model
 from uma.engines.torch_ops import FLOAT32, AttentionKernel, LayerSettings, Linear, Linears
+from uma.engines.torch_roles import ALL, roles_of
 from uma.engines.torch_step import StepPeaks, StepSettings, step_peaks
 from uma.memory.adapters import is_target
 from uma.memory.loss import Copies
 
-# Names of the same matrices in other families, by the roles that a layer is laid out in.
-ROLES = {
-    "q_proj": ("q_proj", "qkv_proj", "c_attn", "query_key_value", "query", "wq", "q_a_proj"),
-    "k_proj": ("k_proj", "qkv_proj", "c_attn", "query_key_value", "key", "wk"),
-    "v_proj": ("v_proj", "qkv_proj", "c_attn", "query_key_value", "value", "wv"),
-    "o_proj": ("o_proj", "c_proj", "dense", "projection", "wo", "out_proj"),
-    "gate_proj": ("gate_proj", "gate_up_proj", "w1", "mlp"),
-    "up_proj": ("up_proj", "gate_up_proj", "w2", "c_fc", "mlp"),
-    "down_proj": ("down_proj", "c_proj", "w3", "mlp"),
-}
-OTHER_ROLES = frozenset({"kv_a_proj_with_mqa", "kv_b_proj", "in_proj", "in_proj_z"})
 # Models with a bound for their logits, and for attention's scores (transformers 5.24,
 # configuration_gemma2.py, configuration_gemma3n.py; the published configurations of Gemma 4).
 CAPPED_LOGITS = frozenset({"gemma2", "gemma3n", "gemma4"})
@@ -53,6 +43,7 @@ def layer_settings(model: Model) -> LayerSettings:
         autocast=settings.autocast,
         kernel=_kernel(model),
         fused_norms=settings.fused_kernels,
+        fused_gates=settings.fused_gates,
         norms_trained=plain.trained,
         gradient_width=gradient_width(model),
         repeats_kv=settings.repeats_kv,
@@ -65,6 +56,7 @@ def layer_settings(model: Model) -> LayerSettings:
         expert_devices=settings.expert_devices or 1,
         caps_scores=model.architecture.model_type in CAPPED_SCORES,
         experts=None if settings.expert_modules else _experts(model, plain),
+        tensor=model.workload.sharding.tensor,
     )
 
 
@@ -80,7 +72,7 @@ def _experts(model: Model, plain: Linear) -> Linears:
 def adds_gradients(model: Model) -> bool:
     """Whether the device keeps whole gradients of the batches before; DeepSpeed's are its own."""
     settings, spread = model.settings, model.workload.sharding
-    elsewhere = settings.deepspeed or settings.optimizer_in_backward or spread.offload_optimizer
+    elsewhere = settings.deepspeed or settings.optimizer_in_backward
     return model.workload.grad_accumulation_steps > 1 and spread.pipeline == 1 and not elsewhere
 
 
@@ -94,12 +86,10 @@ def _roles(model: Model) -> frozenset[str]:
     """Roles of a layer whose matrices get an adapter."""
     targets = model.workload.targets
     if not targets:
-        return frozenset(ROLES) | OTHER_ROLES
-    return frozenset(
-        role
-        for role, names in [*ROLES.items(), *((name, (name,)) for name in OTHER_ROLES)]
-        if any(is_target(Parameter(name, (1, 1), "matrix"), targets) for name in names)
-    )
+        return frozenset(ALL)
+    kinds = {id(kind): kind for kind in model.architecture.kinds}.values()
+    named = (p for kind in kinds for p in kind.parameters if is_target(p, targets))
+    return frozenset(role for parameter in named for role in roles_of(parameter))
 
 
 def step_settings(model: Model) -> StepSettings:
@@ -107,24 +97,29 @@ def step_settings(model: Model) -> StepSettings:
     settings, workload = model.settings, model.workload
     full = model.trains_all
     spread = workload.sharding
-    # FSDP without DeepSpeed keeps whole gradients between batches (torch, FSDP.no_sync).
+    # FSDP without DeepSpeed keeps whole gradients between batches (torch, FSDP.no_sync), on the
+    # device (torch 2.13, fsdp/_runtime_utils.py, _post_backward_hook: nothing is reduced).
     whole = workload.grad_accumulation_steps > 1 and not settings.deepspeed
     sharded = spread.zero_stage >= 2 and not whole
     # DeepSpeed has a buffer for them, which is counted apart; offloaded ones leave the device.
-    elsewhere = spread.zero_stage >= 2 and (settings.deepspeed or bool(spread.offload_optimizer))
+    moved = settings.deepspeed or (bool(spread.offload_optimizer) and not whole)
+    elsewhere = spread.zero_stage >= 2 and moved
+    ends = full and workload.num_layers is None
     return StepSettings(
         stream_width=_stream_width(model),
         head_width=model.weight_width if _is_float32_head(model) else workload.dtype_bytes,
         checkpoint_every=workload.grad_checkpoint,
         reentrant=settings.reentrant,
         inputs_need_gradients=settings.inputs_need_gradients
+        or ends
         or (not full and bool(workload.grad_checkpoint)),
         frozen_layers=_frozen_layers(model),
         keeps_inputs=settings.fsdp_hooks and spread.zero_stage == 3 and not full,
-        head_trained=full and workload.num_layers is None,
-        embedding_trained=full and workload.num_layers is None,
-        gradient_shards=(spread.shards if sharded else 1) * spread.tensor * _under_way(model),
+        head_trained=ends,
+        embedding_trained=ends and spread.pipeline == 1,  # a stage has one of both
+        gradient_shards=(spread.shards if sharded else 1) * _under_way(model),
         drops_gradients=settings.optimizer_in_backward or elsewhere,
+        first_gradient_bytes=sum(term.size_bytes for term in first_gradient_terms(model)),
         selective=settings.selective,
         offloads_inputs=settings.offloads_inputs,
         holds_last_graph=settings.holds_last_graph,
@@ -144,7 +139,7 @@ def _copies(model: Model) -> Copies:
     """The loss: the program's own, one kernel that writes over the logits, or slices of tokens."""
     asked, architecture = model.workload.loss, model.architecture
     if asked == "fused":
-        return replace(model.settings.copies, in_place=True)
+        return replace(model.settings.copies, in_place=True, slices=1)
     if asked == "sliced":
         return Copies(slices=ceil(architecture.vocab_size / architecture.hidden_size))
     return model.settings.copies

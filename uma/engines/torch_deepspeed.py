@@ -21,19 +21,18 @@ def deepspeed_terms(model: Model) -> list[MemoryTerm]:
     """What lies there for good, what a backward pass makes, and what the update does.
 
     Stage 3 has a flat buffer of its part of the gradients from the start (``stage3.py``,
-    ``grad_partitions_flat_buffer``), stage 2 one for each backward pass (``stage_1_and_2.py``,
-    ``copy_grads_in_partition``), and stages 1 and 2 the sum of those before it
-    (``all_grad_tensors``); where the optimizer is offloaded, it is the host that has it.
-    Gradients go through a bucket, and a second one: with ``overlap_comm``, or the copy that
-    ``allreduce_bucket`` and ``reduce_scatter_coalesced`` make.
+    ``grad_partitions_flat_buffer``) and a bucket, whose copy ``reduce_scatter_coalesced`` makes;
+    stages 1 and 2 have the sum of earlier batches (``all_grad_tensors``). Where the optimizer is
+    offloaded, it is the host that has it.
     """
-    stage = model.workload.sharding.zero_stage
-    bucket = min(BUCKET, trained_elements(model)) * model.workload.dtype_bytes
-    phase: Phase = "always" if stage == 3 else "backward"
-    buckets = [
-        MemoryTerm("other", bucket, "bound", "reduce bucket", phase),
-        MemoryTerm("other", bucket, "bound", "second bucket", "backward"),
-    ]
+    stage, width = model.workload.sharding.zero_stage, model.workload.dtype_bytes
+    buckets = []
+    if stage == 3:
+        copied = min(BUCKET, trained_elements(model)) * width
+        buckets = [
+            MemoryTerm("other", BUCKET * width, "exact", "reduce bucket"),
+            MemoryTerm("other", copied, "bound", "a copy of the bucket", "backward"),
+        ]
     if model.workload.sharding.offload_optimizer:
         size = 0 if stage == 3 else _largest_bytes(model)
         source = "a copy of the largest gradient"  # temp_grad_buffer_for_gpu_offload
@@ -44,13 +43,30 @@ def deepspeed_terms(model: Model) -> list[MemoryTerm]:
     source = "a device's part of them"
     if stage == 3:
         found.append(MemoryTerm("gradients", elements * width, "exact", source))
-    else:
-        copies = (stage == 2) + (model.workload.grad_accumulation_steps > 1)
-        held = copies * elements * width
-        found.append(MemoryTerm("gradients", held, "exact", source, "backward"))
+    elif model.workload.grad_accumulation_steps > 1:
+        phases: tuple[Phase, ...] = ("forward", "backward")
+        found += [MemoryTerm("gradients", elements * width, "exact", source, p) for p in phases]
     source = "float32 gradients and what makes them"
     update = MemoryTerm("gradients", update_bytes(model), "bound", source, "optimizer")
     return [*found, *buckets, update]
+
+
+def first_gradient_terms(model: Model) -> list[MemoryTerm]:
+    """What stages 1 and 2 make with the first gradient, when the logits are gone.
+
+    Both buckets of ``overlap_comm``, whatever is trained, and for stage 2 a buffer for a device's
+    part: at once where that has the last weights (``stage_1_and_2.py``, ``process_gradients``,
+    ``setup_buckets``, ``copy_grads_in_partition``).
+    """
+    spread, size = model.workload.sharding, 2 * BUCKET * model.workload.dtype_bytes
+    if not model.settings.deepspeed or spread.zero_stage == 3:
+        return []
+    buckets = MemoryTerm("other", size, "exact", "reduce buckets", "backward")
+    if spread.zero_stage == 1 or spread.offload_optimizer:
+        return [buckets]
+    part = _part(model) * _width(model)
+    source = "a device's part of them"
+    return [buckets, MemoryTerm("gradients", part, "exact", source, "backward")]
 
 
 def update_bytes(model: Model) -> int:

@@ -291,8 +291,12 @@ def _dense(run: Program, part: FeedForward, x: Tensor, hidden: int) -> Tensor:
     matrices = [run.linears(name) for name in ("gate_proj", "up_proj", "down_proj")]
     if all(how.fused and how.rank for how in matrices) and not run.settings.dropout:
         return _fused_dense(run, x, inner, hidden)
-    gate = run.activation(run.linear("gate_proj", x, inner, hidden))
-    product = run.multiply(gate, run.linear("up_proj", x, inner, hidden))
+    gate = run.linear("gate_proj", x, inner, hidden)
+    if run.settings.fused_gates:
+        product = run.gated(gate, run.linear("up_proj", x, inner, hidden))
+    else:
+        gate = run.activation(gate)
+        product = run.multiply(gate, run.linear("up_proj", x, inner, hidden))
     del gate
     return run.linear("down_proj", product, hidden, inner)
 

@@ -15,7 +15,7 @@ from uma.engines import schemes
 from uma.engines.cuda import CUBLAS_WORKSPACE, CUDA_CONTEXT
 from uma.engines.torch_ops import FLOAT32, AttentionKernel
 from uma.frozen import dataclass
-from uma.memory.adapters import adapters, layer_adapters, trained_layers
+from uma.memory.adapters import Adapter, adapters, layer_adapters, trained_layers
 from uma.memory.loss import TRANSFORMERS, Copies
 from uma.memory.optimizer_states import States, torch_states
 from uma.workload import TrainingWorkload
@@ -33,8 +33,9 @@ class Settings:
     quantized in float32; ``casts_head_back`` is TRL's ``peft_module_casting_to_bf16``, which brings
     embeddings and head back to 16 bits and leaves the norms. ``weight_width`` is 4 where parameters
     are float32 and computed in 16 bits. ``adapter_width`` is 4 unless a stack makes adapters in 16
-    bits (torchtune, litgpt). ``fused_kernels`` are Unsloth's for norms and rotary embeddings,
-    ``fused_adapters`` those for adapters. ``foreach`` is torch's default variant of AdamW on CUDA.
+    bits (torchtune, litgpt). ``fused_kernels`` are those for norms and rotary embeddings,
+    ``fused_gates`` Liger's for gated layers, ``fused_adapters`` Unsloth's for adapters.
+    ``foreach`` is torch's default variant of AdamW on CUDA.
     ``expert_modules`` are experts of a layer each, as before transformers 5: bitsandbytes and
     PEFT's ``all-linear`` leave out stacked ones (transformers, ``integrations/bitsandbytes.py``,
     ``replace_with_bnb_linear``; peft 0.21, ``tuners/tuners_utils.py``,
@@ -60,6 +61,7 @@ class Settings:
     adapter_width: int = FLOAT32
     kernel: AttentionKernel = "flash"
     fused_kernels: bool = False
+    fused_gates: bool = False
     fused_adapters: bool = False
     dropout: bool = False
     foreach: bool = True
@@ -212,13 +214,18 @@ def _shapes(model: Model) -> Iterator[tuple[tuple[int, ...], int]]:
 def _layer_shapes(layer: Layer, model: Model) -> Iterator[tuple[tuple[int, ...], int]]:
     if model.trains_all:
         yield from ((p.shape, 1) for p in layer.parameters)
-    if not (model.settings.expert_modules or model.workload.targets):
-        layer = replace(layer, parameters=tuple(_linears(layer)))
-    for adapter in layer_adapters(layer, model.workload):
+    for adapter in adapters_of(layer, model):
         yield (adapter.rank, adapter.columns), adapter.count
         yield (adapter.rows, adapter.rank), adapter.count
         if adapter.magnitude:
             yield (adapter.rows,), 1
+
+
+def adapters_of(layer: Layer, model: Model) -> Iterator[Adapter]:
+    """Those of one layer: of stacked experts only where their names are given."""
+    if not (model.settings.expert_modules or model.workload.targets):
+        layer = replace(layer, parameters=tuple(_linears(layer)))
+    return layer_adapters(layer, model.workload)
 
 
 def _linears(layer: Layer) -> Iterator[Parameter]:

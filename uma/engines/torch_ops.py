@@ -70,13 +70,14 @@ class LayerSettings:
     """What decides the sizes of a layer's values.
 
     ``linear`` gives how the matrix of a name is held, ``experts`` how one of routed experts is, if
-    otherwise. ``fused_norms`` are kernels for norms and
-    rotary embeddings that save their input alone; ``repeats_kv`` copies keys and values to every
-    query head before a kernel that would not need it (Mistral's and Mixtral's flash attention until
-    transformers 4.47). ``gradient_width`` is that of trained parameters, which ``adds_gradients``
-    adds to those of earlier batches. ``sorted_experts`` run at once, on rows sorted by expert,
-    instead of one after another; each of ``expert_devices`` has a part of them. ``caps_scores``
-    bounds attention's scores by a tanh.
+    otherwise. ``fused_norms`` are kernels for norms and rotary embeddings that save their input
+    alone, ``fused_gates`` one for a gate and its product; ``repeats_kv`` copies keys and values to
+    every query head before a kernel that would not need it (Mistral's and Mixtral's flash attention
+    until transformers 4.47). ``gradient_width`` is that of trained parameters, which
+    ``adds_gradients`` adds to those of earlier batches. ``sorted_experts`` run at once, on rows
+    sorted by expert, instead of one after another; each of ``expert_devices`` has a part of them.
+    ``caps_scores`` bounds attention's scores by a tanh; of each matrix ``tensor`` devices have a
+    part.
     """
 
     linear: Linears
@@ -85,6 +86,7 @@ class LayerSettings:
     autocast: bool = False
     kernel: AttentionKernel = "flash"
     fused_norms: bool = False
+    fused_gates: bool = False
     norms_trained: bool = False
     gradient_width: int = FLOAT32
     repeats_kv: bool = False
@@ -95,6 +97,7 @@ class LayerSettings:
     expert_devices: int = 1
     caps_scores: bool = False
     experts: Linears | None = None
+    tensor: int = 1
 
     @property
     def frozen(self) -> "LayerSettings":
@@ -155,6 +158,20 @@ class Program:
 
         return self.graph.apply([x, y], self.memory.buffer(size), x.elements, x.width, back)
 
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """``silu(gate) * up`` in one kernel: saves both, and writes their gradients over them.
+
+        Liger-Kernel 0.5, ``ops/swiglu.py`` and ``geglu.py``.
+        """
+        saved, size = (gate.buffer, up.buffer), gate.size_bytes
+
+        def back(grad: Buffer) -> Sequence[Buffer]:
+            return saved
+
+        return self.graph.apply(
+            [gate, up], self.memory.buffer(size), gate.elements, gate.width, back
+        )
+
     def weighted(self, x: Tensor) -> Tensor:
         """Rows times a number each, whose gradient needs ``x`` and is a product that is summed."""
         saved, size = x.buffer, x.size_bytes
@@ -168,7 +185,7 @@ class Program:
 
     def product(self, x: Tensor, rows: int, columns: int, how: Linear, width: int) -> Tensor:
         """``x`` times a matrix of ``[rows, columns]``; the gradient of the matrix needs ``x``."""
-        tokens, matrix = x.elements // columns, rows * columns
+        tokens, matrix = x.elements // columns, rows * columns // self.settings.tensor
         saved = x.buffer if how.trained else None
         size = x.size_bytes if x.node is not None else 0
         cast = self.memory.buffer(matrix * how.saved_width)
@@ -238,7 +255,7 @@ class Program:
     def _magnitude(self, high: Tensor, result: Tensor, rows: int, columns: int) -> Tensor:
         """DoRA (``peft/tuners/lora/dora.py``): the norm of the sum of weight and factors, which
         is made in full, then the scaled base product beside the scaled adapter."""
-        self.memory.passing(3 * rows * columns * FLOAT32)
+        self.memory.passing(3 * rows * columns * FLOAT32 // self.settings.tensor)
         return self.multiply(self.cast(result, high.width), high)
 
     def _fused_adapter(

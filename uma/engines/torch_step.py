@@ -29,7 +29,8 @@ class StepSettings:
     saves every second product and attention's output (torchtitan 0.1,
     ``parallelize_llama.py``, ``_save_list``). ``holds_last_graph`` is a program whose names hold
     the graph of a batch until the next one has run forward, and with it what nodes keep.
-    ``frozen_layers`` come before those that are trained.
+    ``frozen_layers`` come before those that are trained. ``first_gradient_bytes`` are made with the
+    first gradient after the loss, see ``torch_deepspeed``.
     """
 
     stream_width: int = 2
@@ -46,6 +47,7 @@ class StepSettings:
     offloads_inputs: bool = False
     holds_last_graph: bool = False
     frozen_layers: int = 0
+    first_gradient_bytes: int = 0
     copies: Copies = TRANSFORMERS
 
 
@@ -53,13 +55,15 @@ class StepSettings:
 class StepPeaks:
     """Bytes above what is always there, and the gradients that are left at the end.
 
-    ``logits_bytes`` are those of the loss at the end of the forward pass.
+    ``logits_bytes`` are those of the loss at the end of the forward pass. ``loss_binds`` says that
+    the backward pass needs most where it begins.
     """
 
     forward_bytes: int
     backward_bytes: int
     gradient_bytes: int
     logits_bytes: int = 0
+    loss_binds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +176,7 @@ class Step:
         node.grad = loss.backward(size)
         del saved
         if settings.head_trained:
-            self.run.gradient(self.architecture.hidden_size * self.architecture.vocab_size)
+            self.end_gradient()
         self.run.graph.backward(node)
         # FSDP's root has embeddings and head, and is whole until its last gradient.
         self._shard(1)
@@ -187,6 +191,11 @@ class Step:
         del x
         self._loss(replace(self.settings.copies, keeps_outputs=False)).forward(normed.size_bytes)
         return self.memory.peak_bytes
+
+    def end_gradient(self) -> None:
+        """That of embeddings or head, which are split too (Megatron, arXiv:1909.08053, 3)."""
+        size = self.architecture.hidden_size * self.architecture.vocab_size
+        self.run.gradient(size // self.run.settings.tensor)
 
     @property
     def gradient_bytes(self) -> int:
@@ -344,17 +353,19 @@ def step_peaks(
         live += unit.forward_left
     found, live = part().ends(forward, live, unit.width, unit.has_graph)
     backward, gradients = found.backward_bytes, found.gradient_bytes
+    live += settings.first_gradient_bytes
     for unit in reversed(units):
         backward = max(backward, live + unit.backward_bytes)
         live += unit.backward_left
         gradients += unit.gradient_bytes
     if settings.embedding_trained:
         embedding = part()
-        embedding.run.gradient(architecture.hidden_size * architecture.vocab_size)
+        embedding.end_gradient()
         backward = max(backward, live + embedding.memory.peak_bytes)
-        gradients += embedding.gradient_bytes
+        gradients += 0 if settings.drops_gradients else embedding.gradient_bytes
     last = sum(unit.kept_bytes for unit in units) if settings.holds_last_graph else 0
-    return StepPeaks(found.forward_bytes + last, backward + last, gradients, found.logits_bytes)
+    peaks = found.forward_bytes + last, backward + last
+    return StepPeaks(*peaks, gradients, found.logits_bytes, backward == found.backward_bytes)
 
 
 def _units(

@@ -17,7 +17,7 @@ from uma.engines.torch_asked import (
     step,
     step_settings,
 )
-from uma.engines.torch_deepspeed import deepspeed_terms
+from uma.engines.torch_deepspeed import deepspeed_terms, first_gradient_terms
 from uma.engines.torch_model import (
     DEFAULTS,
     Model,
@@ -77,7 +77,9 @@ def training_terms(
     terms.append(MemoryTerm("logits", logits, "bound", "copies of the loss", "forward"))
     held = _gradient_bytes(model, gradient_width(model))
     gradients = min(held, found.backward_bytes) if found.gradient_bytes else 0  # dropped, or summed
-    rest = found.backward_bytes - gradients
+    made = [] if found.loss_binds else first_gradient_terms(model)
+    terms += made
+    rest = found.backward_bytes - gradients - sum(term.size_bytes for term in made)
     terms.append(MemoryTerm("gradients", gradients, "exact", EACH_GRADIENT, "backward"))
     terms.append(MemoryTerm("activations", rest, "bound", source, "backward"))
     if adds_gradients(model):

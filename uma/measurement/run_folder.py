@@ -35,7 +35,7 @@ class Progress:
     """Where a run stands, and the last losses.
 
     ``best_val_loss`` is the lowest, the untouched model's at iteration 0 among them; ``worse`` are
-    the validations since then.
+    the validations since then, and ``validated`` is the iteration of the last one.
     """
 
     iteration: int = 0
@@ -45,6 +45,7 @@ class Progress:
     best_val_loss: float | None = None
     best_iteration: int | None = None
     worse: int = 0
+    validated: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ def append(run: Path, event: Event) -> None:
         raise unwritable(run / LOG, error) from error
 
 
-def failed(error: Exception) -> Event:
+def failed(error: BaseException) -> Event:
     return {"event": "end", "how": "failed", "text": str(error)}
 
 

@@ -75,8 +75,8 @@ def read_status(folder: Path) -> Status:
     end = next((e for e in reversed(now) if e["event"] == "end"), None)
     how: How = "running" if running else (end or {}).get("how", "lost")
     how = how if how in get_args(How) else "lost"
-    kept = checkpoints(folder)
-    before = _progress(kept)
+    kept = [one for one in checkpoints(folder) if _progress(one)]
+    before = _progress(kept[-1]) if kept else {}
     since = [e["time"] for e in now if e.get("time") is not None]
     best = folder / BEST
     return Status(
@@ -110,11 +110,10 @@ def _last(log: list[Event]) -> Event:
     return found
 
 
-def _progress(kept: list[Path]) -> dict[str, Any]:
-    if not kept:
-        return {}
+def _progress(checkpoint: Path) -> dict[str, Any]:
+    """Where a checkpoint stands; nothing of one that is damaged."""
     with contextlib.suppress(UmaError):
-        progress = read_state(kept[-1]).progress
+        progress = read_state(checkpoint).progress
         return {name: getattr(progress, name) for name in progress.__slots__}
     return {}
 

@@ -69,18 +69,15 @@ def is_adaptable(parameter: Parameter) -> bool:
 
 def is_target(parameter: Parameter, targets: tuple[str, ...]) -> bool:
     """Whether ``targets``, last parts of names or patterns, name it; empty names all."""
-    last = parameter.name.rsplit(".", 1)[-1]
-    return not targets or any(
-        fnmatch(last, target) or fnmatch(parameter.name, f"*{target}") for target in targets
-    )
+    name = f".{parameter.name}"
+    return not targets or any(fnmatch(name, f"*.{target}") for target in targets)
 
 
 def adapters(architecture: Architecture, workload: TrainingWorkload) -> Iterator[Adapter]:
     """The adapters of every trained layer, in the layers' order.
 
     Raises:
-        UsageError: If no matrix of the trained layers is named by ``targets``, or DoRA is asked
-            for a stack of experts.
+        UsageError: If no matrix of the trained layers is named by ``targets``.
     """
     found = [
         adapter
@@ -103,12 +100,30 @@ def layer_adapters(layer: Layer, workload: TrainingWorkload) -> Iterator[Adapter
         return
     for parameter in layer.parameters:
         if is_adaptable(parameter) and is_target(parameter, workload.targets):
-            if workload.method == "dora" and len(parameter.shape) == 3:
-                raise UsageError(
-                    f"DoRA has no form for the stacked experts of {parameter.name}; train LoRA, "
-                    "or name other targets"
-                )
             yield Adapter(parameter, workload.rank, workload.method == "dora")
+
+
+def mlx_adapters(architecture: Architecture, workload: TrainingWorkload) -> Iterator[Adapter]:
+    """Those of mlx-lm, whose DoRA has no form for stacked experts (0.32.2, ``tuner/utils.py``).
+
+    Raises:
+        UsageError: If it is asked for one, or no matrix is named by ``targets``.
+    """
+    for adapter in adapters(architecture, workload):
+        require_form(adapter)
+        yield adapter
+
+
+def require_form(adapter: Adapter) -> None:
+    """
+    Raises:
+        UsageError: If it is DoRA of a stack of experts.
+    """
+    if adapter.magnitude and len(adapter.parameter.shape) == 3:
+        raise UsageError(
+            f"DoRA has no form for the stacked experts of {adapter.parameter.name}; train LoRA, "
+            "or name other targets"
+        )
 
 
 def adapter_elements(architecture: Architecture, workload: TrainingWorkload) -> int:

@@ -5,7 +5,7 @@ shapes alone.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -24,6 +24,7 @@ Square Sqrt Tanh Add BitwiseBinary Divide Equal Greater GreaterEqual Less LessEq
 LogicalOr LogAddExp Maximum Minimum Multiply NotEqual Power Subtract Select Broadcast
 """
 FUSED = frozenset(_FUSED.split())
+_HEADS = FUSED - {"Broadcast"}
 
 
 def simplified(
@@ -60,7 +61,7 @@ def fused(
     return _Fusion(operations, arrays, roots).run()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Kernel:
     """What is collected for one kernel: its operations by what they make, and what they read."""
 
@@ -77,27 +78,31 @@ class _Fusion(Generic[Form]):
     ) -> None:
         self.arrays, self.roots = arrays, set(roots)
         self.maker = {i: operation for operation in operations for i in operation.outputs}
-        self.tape = list(self._depth_first(roots))
-        self.users: defaultdict[int, list[int]] = defaultdict(list)
+        self.tape = self._depth_first(roots)
+        self.users: defaultdict[int, set[int]] = defaultdict(set)
         for last in self.tape:
             for i in self.maker[last].inputs:
-                self.users[i].append(last)
+                self.users[i].add(last)
 
-    def _depth_first(self, roots: Sequence[int]) -> Iterator[int]:
+    def _depth_first(self, roots: Sequence[int]) -> list[int]:
         """Each operation after those that it needs (``compile_dfs``)."""
+        found: list[int] = []
         seen: set[int] = set()
-        for root in filter(self.maker.__contains__, roots):
-            stack = [(root, False)]
-            while stack:
-                i, done = stack.pop()
-                operation = self.maker[i]
-                last = operation.outputs[-1]
-                if done:
-                    yield last
-                elif last not in seen:
-                    seen.add(last)
-                    stack.append((last, True))
-                    stack += [(x, False) for x in reversed(operation.inputs) if x in self.maker]
+        stack = [*reversed(roots)]
+        while stack:
+            i = stack.pop()
+            if i < 0:  # what it needs is there
+                found.append(~i)
+                continue
+            operation = self.maker.get(i)
+            if operation is None:
+                continue
+            last = operation.outputs[-1]
+            if last not in seen:
+                seen.add(last)
+                stack.append(~last)
+                stack += reversed(operation.inputs)
+        return found
 
     def run(self) -> list[Operation]:
         made: list[Operation] = []
@@ -105,7 +110,7 @@ class _Fusion(Generic[Form]):
         for last in reversed(self.tape):
             if last in gone:
                 continue
-            if self.maker[last].name in FUSED and self.maker[last].name != "Broadcast":
+            if self.maker[last].name in _HEADS:
                 kernel = _Kernel(self.arrays[last][0])
                 self._collect(last, 0, kernel)
                 if len(kernel.operations) > 1:
@@ -123,7 +128,7 @@ class _Fusion(Generic[Form]):
         if depth >= MAX_DEPTH or made is None or made.name not in FUSED or foreign:
             kernel.inputs.add(i)
             return
-        if depth and any(user not in kernel.operations for user in self.users[i]):
+        if depth and not self.users[i] <= kernel.operations.keys():
             if made.name != "Broadcast" or len(kernel.inputs) >= MAX_ARRAYS:
                 kernel.inputs.add(i)
                 return
@@ -143,15 +148,14 @@ class _Fusion(Generic[Form]):
         copy = len(self.arrays)
         self.arrays.append(self.arrays[i])
         self.maker[copy] = broadcast._replace(outputs=(copy,))
-        users = self.users[i]
-        self.users[i] = [user for user in users if user not in kernel.operations]
-        self.users[copy] = [user for user in users if user in kernel.operations]
+        self.users[copy] = self.users[i] & kernel.operations.keys()
+        self.users[i] -= self.users[copy]
         for user in self.users[copy]:
             inputs = tuple([copy if x == i else x for x in self.maker[user].inputs])
             changed = self.maker[user]._replace(inputs=inputs)
             self.maker[user] = kernel.operations[user] = changed
         for x in broadcast.inputs:
-            self.users[x].append(copy)
+            self.users[x].add(copy)
         return copy
 
     def _join(self, last: int, kernel: _Kernel) -> None:
@@ -161,9 +165,9 @@ class _Fusion(Generic[Form]):
         donors = [at for at, i in enumerate(inputs) if self.arrays[i][0] == kernel.shape]
         joined = Operation("Compiled", tuple(inputs), tuple(outputs), (), True, tuple(donors))
         for i in (*order[:-1], *inputs):
-            self.users[i] = [user for user in self.users[i] if user not in kernel.operations]
+            self.users[i].difference_update(kernel.operations)
         for i in inputs:
-            self.users[i].append(last)
+            self.users[i].add(last)
         for i in outputs:
             self.maker[i] = joined
 

@@ -189,13 +189,11 @@ def evaluation_order(graph: Graph) -> list[Operation]:
 def _uses(graph: Graph, maker: Mapping[int, Operation]) -> dict[int, int]:
     """How often what each operation makes is used, by those that the roots need."""
     uses: dict[int, int] = {}
-    waiting: list[Sequence[int]] = [graph.roots]
+    waiting = [*graph.roots]
     while waiting:
-        for i in waiting.pop():
-            made = maker.get(i)
-            if made is None:
-                continue
-            if id(made) not in uses:
-                waiting.append(made.inputs)
-            uses[id(made)] = uses.get(id(made), 0) + 1
+        made = maker.get(waiting.pop())
+        if made is not None:
+            count = uses[id(made)] = uses.get(id(made), 0) + 1
+            if count == 1:
+                waiting += made.inputs
     return uses

@@ -114,7 +114,7 @@ class Case:
     def _follows(self) -> bool:
         """Whether the sorts do with these sizes what they do with those that made the course."""
         return all(
-            self._sort(known.operation, known.inputs, known.outputs) == known
+            self._did(known.operation, known.inputs, known.outputs) == (known.laid, known.does)
             for known in self.course.sorts[len(self.kinds) :]
         )
 
@@ -141,20 +141,23 @@ class Case:
         """The operations of a plan as sorts with inputs and outputs."""
         sorts, numbers, _ = self.course
         laid: list[Laid] = list(plan.arrays)
+        laid_of, form_of = laid.__getitem__, plan.arrays.__getitem__
         order = []
         for operation in plan.order:
             name, inputs, outputs, arguments, opaque, donors = operation
-            given = tuple([laid[i] for i in inputs])
-            made = tuple([plan.arrays[i] for i in outputs])
+            given, made = tuple(map(laid_of, inputs)), tuple(map(form_of, outputs))
             number = numbers.setdefault((name, given, made, arguments, opaque, donors), len(sorts))
             if number == len(sorts):
-                sorts.append(self._sort(operation, given, made))
+                sorts.append(Sort(operation, given, made, *self._did(operation, given, made)))
             for i, found in zip(outputs, sorts[number].laid, strict=True):
                 laid[i] = found
             order.append((number, inputs, outputs))
         return order
 
-    def _sort(self, operation: Operation, given: tuple[Laid, ...], made: tuple[Form, ...]) -> Sort:
+    def _did(
+        self, operation: Operation, given: tuple[Laid, ...], made: tuple[Form, ...]
+    ) -> tuple[tuple[Laid, ...], tuple[bool, Numbers, bool]]:
+        """Add the kind of a sort; how its outputs are laid out, and what it does."""
         number, backend = len(self.kinds), self.sizes.backend
         inputs = tuple([self._layout(x) for x in given])
         outputs = tuple([self._layout(x) for x in made])
@@ -166,8 +169,7 @@ class Case:
         for at, (layout, row) in enumerate(zip(found.outputs, outputs, strict=True)):
             laid.append(made[at] if layout == row else (number, at, 0))
             self.layouts[laid[-1]] = layout
-        does = kind.shares, kind.donors, kind.dispatches > 0
-        return Sort(operation, given, made, tuple(laid), does)
+        return tuple(laid), (kind.shares, kind.donors, kind.dispatches > 0)
 
     def _layout(self, laid: Laid) -> Layout:
         if laid not in self.layouts:

@@ -48,7 +48,7 @@ Backward = Callable[[Value], Sequence[Value]]
 """Gradients of all inputs from that of the output."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Program:
     """Operations in the order in which they were asked for.
 
@@ -70,8 +70,9 @@ class Program:
 
     def value(self, shape: Sequence[int], width: int) -> Value:
         shape = tuple(shape)
-        self.arrays.append((self.shapes.setdefault(shape, len(self.shapes)), width))
-        return Value(len(self.arrays) - 1, shape, width)
+        number, known = len(self.arrays), self.shapes
+        self.arrays.append((known.setdefault(shape, len(known)), width))
+        return Value(number, shape, width)
 
     def source(self, *shape: int, width: int, held: bool = True) -> Value:
         """An array that exists before; without ``held`` it dies with its last use."""
@@ -97,10 +98,12 @@ class Program:
         arguments: tuple[Any, ...] = (),
         opaque: bool = False,
         donors: tuple[int, ...] = (),
+        backward: "Backward | None" = None,
     ) -> Value:
         """One primitive with one output, as wide as its first input unless ``width`` is given.
 
-        The arguments of an ``opaque`` one are the bytes of its workspace.
+        The arguments of an ``opaque`` one are the bytes of its workspace. A ``backward`` is what
+        its gradients are where it stands for more, or for less, than its shapes say.
         """
         made = self.value(shape, inputs[0].width if width is None else width)
         numbers = tuple([x.number for x in inputs])
@@ -108,7 +111,7 @@ class Program:
         self.operations.append(Operation(name, numbers, (made.number,), known, opaque, donors))
         if name != "StopGradient" and not self.differentiated.isdisjoint(numbers):
             self.differentiated.add(made.number)
-            self.steps.append(Step(name, tuple(inputs), made, arguments))
+            self.steps.append(Step(name, tuple(inputs), made, arguments, backward))
         return made
 
     def _numbered(self, arguments: tuple[Any, ...]) -> tuple[int]:
@@ -339,7 +342,10 @@ class Program:
     def _given(self, step: Step, found: dict[int, Value]) -> Value | None:
         """The gradient of a step's output; of the parts of a ``Split`` joined, zeros for others."""
         if not step.parts or found.keys().isdisjoint(part.number for part in step.parts):
-            return found.pop(step.output.number, None)
+            own = found.pop(step.output.number, None)
+            if own is None or own.shape == step.output.shape:
+                return own
+            return own._replace(shape=step.output.shape)  # it is of what is read as other rows
         given = [found.pop(part.number, None) for part in step.parts]
         whole = [
             self.zeros(part.shape, part.width) if g is None else g

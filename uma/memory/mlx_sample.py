@@ -15,11 +15,15 @@ class Sample:
 
     So the others are laid out, compiled and ordered once: for all sizes with which the structure of
     the sample is the same. That with one layer of each kind stands for those with many layers.
+    ``key`` tells the sample itself from others, where it is evaluated too.
     """
 
-    def __init__(self, lay_out: LayOut, backend: Backend) -> None:
+    def __init__(self, lay_out: LayOut, backend: Backend, key: Hashable = None) -> None:
         self.program, self.backend = Program(), backend
-        self.family = family_of(self.program.structure(lay_out(self.program)))
+        structure = self.program.structure(lay_out(self.program))
+        self.family = family_of(structure)
+        if key is not None and key not in self.family.plans:
+            self.family.plans[key] = Plan(structure, compiled=False)
         self.case = Case(self.family.courses, self.program.sizes(backend))
 
     def above(self, key: Hashable, lay_out: LayOut, *, compiled: bool = False) -> int:

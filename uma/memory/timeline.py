@@ -6,8 +6,9 @@ fits in what, are looked at only when a ``Timeline`` is run: on the CPU and on M
 are freed when the task that used them has run (mlx 0.32.4, ``mlx/transforms.cpp``, ``eval_impl``).
 """
 
-from collections import deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from sys import maxsize
 from typing import NamedTuple
 
@@ -18,8 +19,6 @@ from uma.workload import Backend
 DISPATCHES_PER_TASK = 10  # mlx/backend/cpu/encoder.h
 DONATION_EXTRA = 16384  # mlx/backend/common/utils.h, is_donatable
 METAL_PAGE = 16384  # mlx/backend/metal/allocator.cpp rounds larger buffers up to it
-
-SHARERS, HELD, TOUCHED = range(3)  # of a slot: live arrays; the last step that held and touched it
 
 Numbers = tuple[int, ...]
 
@@ -46,17 +45,21 @@ class Kind(NamedTuple):
     elements: int
 
 
+VIEWS = Kind(True, (), 0, False, (), 0, 0, 0, (), 0)
+"""That of an operation whose outputs are views: it does nothing."""
+
+
 def kind_of(
     found: Effect, inputs: Sequence[Layout], outputs: Sequence[Layout], backend: Backend
 ) -> Kind:
     """``outputs`` are laid out row by row, which ``found`` may change."""
+    if found.shares:
+        return VIEWS
     head = found.outputs[0]
-    made: Numbers = ()
-    if not found.shares:
-        made = tuple([buffer_bytes(x.spanned * x.itemsize, backend) for x in found.outputs])
+    made = tuple([buffer_bytes(x.spanned * x.itemsize, backend) for x in found.outputs])
     temporaries = [buffer_bytes(size, backend) for size in found.temporaries]
     return Kind(
-        found.shares,
+        False,
         tuple([i for i in found.donors if inputs[i].itemsize == head.itemsize]),
         found.dispatches,
         found.copies,
@@ -135,13 +138,11 @@ class Timeline:
         marks: Sequence[int] = (),
     ) -> None:
         """``order`` are kinds, inputs and outputs; arrays ``kept`` are needed at the end."""
-        self._uses = dict.fromkeys(kept, 1)
-        for _, inputs, _ in order:
-            for i in inputs:
-                self._uses[i] = self._uses.get(i, 0) + 1
+        self._uses = Counter(chain(kept, *[inputs for _, inputs, _ in order]))
         self.sources = [i for i in sources if i in self._uses]
         self.slots = {i: slot for slot, i in enumerate(self.sources)}
-        self._states = [[1, -1, -1] for _ in self.sources]
+        self._sharers = [1] * len(self.sources)
+        self._held, self._touched = ([-1] * len(self.sources) for _ in range(2))
         self.steps: list[Step] = []
         self.views = [0]
         for number, inputs, outputs in order:
@@ -162,77 +163,82 @@ class Timeline:
     def _view(self, source: int, made: int) -> None:
         slot = self.slots[made] = self.slots[source]
         self._uses[source] -= 1
-        self._states[slot][SHARERS] += self._uses[source] > 0  # else it takes the source's place
+        if self._uses[source]:  # else it takes the source's place
+            self._sharers[slot] += 1
         self.views[-1] += 1
 
     def _add(self, number: int, kind: Kind, inputs: Numbers, outputs: Numbers) -> None:
-        states, place = self._states, len(self.steps)
+        place = len(self.steps)
         before = [self.slots[i] for i in inputs]
         donors = self._donors(kind, inputs, before) if kind.donors else ()
         made = self._shared(before, outputs) if kind.shares else self._new(outputs)
         last = made[-1]
-        used = {*before, *made}
-        used.discard(last)
+        used = {*before, *made[:-1]}
+        if kind.shares:
+            used.discard(last)
         for slot in used:
-            states[slot][HELD] = place
+            self._held[slot] = place
         gone = self._gone(inputs, outputs)
         if kind.shares and not used:
             self.views[-1] += 1
             return
         reads = self._reads(before, made, place) if kind.dispatches else ()
-        freed = tuple([slot for slot in gone if slot != last])
-        dropped = (last,) if last in gone else ()
-        first = -1 if kind.shares else made[0]
-        self.steps.append(Step(number, first, donors, reads, freed, dropped))
+        dropped: Numbers = ()
+        if last in gone:
+            gone.remove(last)
+            dropped = (last,)
+        first = -1 if kind.shares else last - len(outputs) + 1
+        self.steps.append(Step(number, first, donors, reads, tuple(gone), dropped))
         self.views.append(0)
 
     def _donors(self, kind: Kind, inputs: Numbers, before: Sequence[int]) -> tuple[Donor, ...]:
         """Those that nothing else needs, nor a view of them."""
         found = []
         for at in kind.donors:
-            sharers, held, touched = self._states[before[at]]
-            if sharers == 1 and self._uses[inputs[at]] == 1:
-                found.append(Donor(before[at], held, touched, at))
+            slot = before[at]
+            if self._sharers[slot] == 1 and self._uses[inputs[at]] == 1:
+                found.append(Donor(slot, self._held[slot], self._touched[slot], at))
         return tuple(found)
 
     def _shared(self, before: Sequence[int], outputs: Numbers) -> Sequence[int]:
         made = [before[min(at, len(before) - 1)] for at in range(len(outputs))]
         for slot, i in zip(made, outputs, strict=True):
-            self._states[slot][SHARERS] += 1
+            self._sharers[slot] += 1
             self.slots[i] = slot
         return made
 
     def _new(self, outputs: Numbers) -> Sequence[int]:
-        first = len(self._states)
+        first = len(self._sharers)
         for slot, i in enumerate(outputs, first):
             self.slots[i] = slot
-            self._states.append([1, -1, -1])
+            self._sharers.append(1)
+            self._held.append(-1)
+            self._touched.append(-1)
         return range(first, first + len(outputs))
 
     def _gone(self, inputs: Numbers, outputs: Numbers) -> list[int]:
         """Slots of which no array is needed any more."""
-        uses, dead = self._uses, []
+        uses, dead, gone = self._uses, [], []
         for i in inputs:
             uses[i] -= 1
             if not uses[i]:
                 dead.append(i)
         dead += [i for i in outputs if i not in uses]
-        gone = []
         for i in dead:
-            state = self._states[self.slots[i]]
-            state[SHARERS] -= 1
-            if not state[SHARERS]:
-                gone.append(self.slots[i])
+            slot = self.slots[i]
+            self._sharers[slot] -= 1
+            if not self._sharers[slot]:
+                gone.append(slot)
         return gone
 
     def _reads(
         self, before: Sequence[int], made: Sequence[int], place: int
     ) -> tuple[tuple[int, int], ...]:
-        states = self._states
-        last = {slot: at for at, slot in enumerate(before)}
-        found = tuple([(states[slot][TOUCHED], at) for slot, at in last.items()])
-        for slot in (*last, *made):
-            states[slot][TOUCHED] = place
+        touched = self._touched
+        last = dict(zip(before, range(len(before)), strict=True))
+        found = tuple([(touched[slot], at) for slot, at in last.items()])
+        for slot in (*before, *made):
+            touched[slot] = place
         return found
 
     def run(
@@ -248,12 +254,13 @@ class Timeline:
         ``tasks_ahead`` is the number of tasks that may be waiting on the device, ``dispatched``
         what the CPU's encoder has counted of its first task already.
         """
-        slots = [*sources, *[0] * (len(self._states) - len(self.sources))]
+        slots = [*sources, *[0] * (len(self._sharers) - len(self.sources))]
         live = peak = sum(slots)
         largest = finished = opened = 0
         tasks = _MetalTasks() if backend == "metal" else _CpuTasks(dispatched + self.views[0])
-        waiting: deque[tuple[int, int]] = deque()
-        peaks, needed, stops = [], [], {*self.stops}
+        ends: list[int] = []  # of each step the task that frees what it used, and how much
+        frees: list[int] = []
+        peaks, needed, stops = [], [], Counter(self.stops)
         for place, (number, made, donors, reads, freed, dropped) in enumerate(self.steps, 1):
             kind = kinds[number]
             dispatches, fresh, free = kind.dispatches, kind.elements, kind.temporary
@@ -279,18 +286,18 @@ class Timeline:
             for slot in dropped:
                 live -= slots[slot]
             task = tasks.add(dispatches, fresh, self.views[place])
-            waiting.append((task, free))
+            ends.append(task)
+            frees.append(free)
             if task <= tasks.done:
                 opened = place
-            while waiting and waiting[0][0] <= tasks.done - tasks_ahead:
-                live -= waiting.popleft()[1]
+            while finished < place and ends[finished] <= tasks.done - tasks_ahead:
+                live -= frees[finished]
                 finished += 1
             if place in stops:
                 peaks.append(peak)
-                needed.append(live - sum([size for _, size in waiting]))
+                needed += [live - sum(frees[finished:])] * stops[place]
                 peak = live
-        pending = sum([size for _, size in waiting])
-        return Run((*peaks, peak), tuple(needed), pending, largest, slots)
+        return Run((*peaks, peak), tuple(needed), sum(frees[finished:]), largest, slots)
 
 
 class _CpuTasks:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import chain
 
 from uma.architecture.layers import Architecture, Recurrent
+from uma.dataset.batches import padded_length
 from uma.dataset.packing import packs
 from uma.dataset.passes import Shape, shapes
 from uma.engines.mlx_own_step import (
@@ -25,6 +26,8 @@ from uma.workload import TrainingWorkload
 SMALLER_SLICES = ((16 * MIB, 8 * MIB), (4 * MIB, 2 * MIB))
 """Of loss and attention, tried after the smallest micro-batch: they take more time."""
 
+ERROR = 0.08
+"""A step may need so much more than is predicted (``tests/test_training_own.py``)."""
 
 Row = tuple[int, int]
 """Inputs of a row of a batch, and how many of them have something to predict."""
@@ -39,21 +42,30 @@ class Rows:
     batch_size: int
     packed: tuple[tuple[Row, ...], ...] = ()
 
-    @property
-    def packed_tokens(self) -> int | None:
-        """Inputs of the longest example, where several share a row."""
-        if not self.packed:
-            return None
-        return max(inputs for inputs, _ in (*chain.from_iterable(self.packed), *self.validation))
+    def packings(self, shape: Shape) -> list[int | None]:
+        """Inputs of the longest example that a row may share with others, ``None`` for no others.
+
+        A pass in which each row holds one example is not told apart from one that is not packed.
+        """
+        rows, length = shape
+        each = [padded_length(row[0][0]) for row in self.packed if len(row) == 1]
+        alone = [one for one in each if one <= length]
+        found: list[int | None] = []
+        if not self.packed or (len(alone) >= rows and max(alone) == length):
+            found.append(None)
+        if len(each) < len(self.packed):
+            every = (*chain.from_iterable(self.packed), *self.validation)
+            found.append(max(inputs for inputs, _ in every))
+        return found or [None]
 
     def repacked(self, row_tokens: int) -> "Rows":
         """Every packed row by itself, as one or several of at most ``row_tokens``."""
         rows = [
-            packed_row([examples[n] for n in row])
+            tuple(examples[n] for n in row)
             for examples in self.packed
             for row in packs([inputs for inputs, _ in examples], row_tokens)
         ]
-        return Rows(tuple(rows), self.validation, 1)
+        return Rows(tuple(map(packed_row, rows)), self.validation, 1, tuple(rows))
 
     def shapes(self, pass_tokens: int | None) -> Counter[Shape]:
         """Every shape of a training epoch, and how often it passes."""
@@ -118,11 +130,21 @@ class FineTuning:
 
     def terms(self, cut: Cut) -> tuple[Shape, tuple[MemoryTerm, ...]]:
         """The pass that needs most memory, and its terms."""
-        every, passing = [*self.shapes(cut), *self.validation_shapes(cut)], self.passing(cut)
-        found = [(s, self.terms_of(s, cut, passing.most_targets(s))) for s in _largest(every)]
+        shapes, passing, workload = self.shapes(cut), self.passing(cut), self.workload
+        if shapes.total() > self.rows.shapes(None).total():  # gradients of passes are summed
+            steps = 2 * workload.grad_accumulation_steps
+            workload = replace(workload, grad_accumulation_steps=steps)
+        case = replace(self, workload=workload)
+        found = [
+            (shape, case.terms_of(shape, cut, passing.most_targets(shape), packed))
+            for shape in _largest([*shapes, *self.validation_shapes(cut)])
+            for packed in passing.packings(shape)
+        ]
         return max(found, key=lambda one: peak(one[1])[1])
 
-    def terms_of(self, shape: Shape, cut: Cut, targets: int) -> tuple[MemoryTerm, ...]:
+    def terms_of(
+        self, shape: Shape, cut: Cut, targets: int, packed_tokens: int | None = None
+    ) -> tuple[MemoryTerm, ...]:
         """The terms of a pass with so many positions that have something to predict."""
         rows, length = shape
         # Others do not pass the head.
@@ -135,7 +157,7 @@ class FineTuning:
             backend=self.machine.backend,
             loss_slice_bytes=min(cut.loss_slice_bytes, logits),
             attention_slice_bytes=cut.attention_slice_bytes,
-            packed_tokens=self.rows.packed_tokens,
+            packed_tokens=packed_tokens,
         )
 
 
@@ -176,21 +198,23 @@ class FineTuningPlan:
 def plan_fine_tuning(case: FineTuning, cut: Cut, *, smaller: bool) -> FineTuningPlan:
     """The plan of ``case`` cut as asked; with ``smaller`` cut further until it fits the budget.
 
-    A cut that does not fit is still returned: its verdict says so. It is unknown where the step of
-    this model's layers is not modelled.
+    A user's own budget is kept with an ``ERROR`` to spare, where any cut does that. One that does
+    not fit is still returned: its verdict says so. It is unknown where the step of this model's
+    layers is not modelled.
     """
-    tried = cut
+    tried, budget = cut, case.budget
+    most = budget.budget_bytes / (1 if budget.user_bytes is None else 1 + ERROR)
     if case.not_modelled:
         return _weights_alone(case, cut, case.not_modelled)
     try:
         for one in _cuts(cut, case.rows) if smaller else [cut]:
             tried = one
             worst, terms = case.terms(one)
-            if peak(terms)[1] <= case.budget.budget_bytes:
+            if peak(terms)[1] <= most:
                 break
     except (UnsupportedModel, NotImplementedError) as error:
         return _weights_alone(case, cut, str(error))
-    ledger = _ledger(case, terms, verdict(peak(terms)[1], case.budget))
+    ledger = _ledger(case, terms, verdict(peak(terms)[1], budget))
     return FineTuningPlan(
         case, tried, ledger, worst, case.shapes(tried), tuple(_notes(case, cut, tried))
     )

@@ -51,9 +51,10 @@ def _peak_row(ledger: Ledger, measured: bool) -> list[str]:
         got = ledger.measured_peak_bytes
         cells += [
             "" if got is None else format_gib(got),
-            "" if got is None else _off(size_bytes, got),
+            "" if got is None or ledger.verdict == "unknown" else _off(size_bytes, got),
         ]
-    return [*cells, "sum of the phase that needs most"]
+    known = "what is known" if ledger.verdict == "unknown" else "the phase that needs most"
+    return [*cells, f"sum of {known}"]
 
 
 def _error(ledger: Ledger, term: MemoryTerm, got: int | None) -> str:

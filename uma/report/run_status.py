@@ -11,7 +11,7 @@ _HOW = {
     "running": "running",
     "done": "done",
     "stopped": "stopped on request",
-    "abandoned": "saved and left, because the process that started it was gone",
+    "abandoned": "left, because the process that started it was gone",
     "patience": "ended: the validation loss no longer falls",
     "failed": "failed",
     "killed": "ended by the system",

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 from uma.catalog.listed import ListedModel
 from uma.ledger import phase_totals
 from uma.memory.term import MemoryTerm
-from uma.plan.training.estimate import Measure, TrainingEstimate
+from uma.plan.training.estimate import TrainingEstimate
 from uma.plan.training.inverses import MOST
 from uma.units import format_gib
 from uma.workload import Sharding
 
 if TYPE_CHECKING:
     from uma.plan.training.data import WorstBatch
+    from uma.plan.training.measures import Measure
 
 
 def training_text(
@@ -67,7 +68,7 @@ def _lines(
         enough = found.measures_suffice
         yield "what makes it fit:" if enough else "what helps, but is not enough:"
     for measure in found.measures:
-        yield f"  {measure.name}: saves {format_gib(measure.saves_bytes)}; time: {measure.cost}"
+        yield f"  {measure.name}: saves {_saved(measure)}; time: {measure.cost}"
         yield f"    {' '.join(measure.options)}"
     yield from (f"note: {note}" for note in found.notes)
 
@@ -80,6 +81,14 @@ def _headline(found: TrainingEstimate) -> Iterator[str]:
         yield f"the host {_of(found.host_held_bytes, found.host_room_bytes or 0)}"
         device = f"the device {device}"
     yield device
+
+
+def _saved(measure: "Measure") -> str:
+    saved = format_gib(measure.saves_bytes)
+    if measure.host_saves_bytes <= 0:
+        return saved
+    on_host = f"{format_gib(measure.host_saves_bytes)} on the host"
+    return f"{saved}, {on_host}" if measure.saves_bytes else on_host
 
 
 def _of(needed: int, room: int) -> str:
@@ -296,10 +305,11 @@ def _term_json(term: MemoryTerm) -> dict[str, Any]:
     }
 
 
-def _measure_json(measure: Measure) -> dict[str, Any]:
+def _measure_json(measure: "Measure") -> dict[str, Any]:
     return {
         "name": measure.name,
         "options": list(measure.options),
         "saves_bytes": measure.saves_bytes,
+        "host_saves_bytes": measure.host_saves_bytes,
         "cost": measure.cost,
     }

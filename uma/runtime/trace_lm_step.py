@@ -7,6 +7,7 @@ in by hand: each runs again on its inputs, which wait for its output (``mlx/tran
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +19,7 @@ from uma.memory.liveness import Graph
 from uma.runtime.lora.calls import intercepted
 from uma.runtime.lora.optimizer import make_optimizer
 from uma.runtime.trace_graph import arrays_of, put_arrays
+from uma.runtime.trace_stand_ins import StandIns
 from uma.workload import TrainingWorkload
 
 Calls = Sequence[tuple[nn.Module, Callable[..., mx.array], list[mx.array]]]
@@ -25,10 +27,15 @@ Calls = Sequence[tuple[nn.Module, Callable[..., mx.array], list[mx.array]]]
 
 
 class LmStep:
-    """The inputs of a step and the function that makes its graph."""
+    """The inputs of a step and the function that makes its graph.
 
-    def __init__(self, model: Any, calls: Calls, workload: TrainingWorkload) -> None:
-        self.model, self.calls = model, calls
+    ``stand_ins`` has the loss's kernel, where there is one: on a GPU.
+    """
+
+    def __init__(
+        self, model: Any, calls: Calls, workload: TrainingWorkload, stand_ins: StandIns | None
+    ) -> None:
+        self.model, self.calls, self.stand_ins = model, calls, stand_ins
         self.checkpoint = bool(workload.grad_checkpoint)
         trained = model.trainable_parameters()
         self.optimizer = make_optimizer(workload.optimizer, 1e-5)
@@ -57,12 +64,55 @@ class LmStep:
     def _gradients(self, batch: mx.array, lengths: mx.array) -> tuple[mx.array, Any]:
         from mlx_lm.tuner.trainer import default_loss
 
-        if not self.checkpoint:
-            (loss, _), gradients = nn.value_and_grad(self.model, default_loss)(
-                self.model, batch, lengths
-            )
-            return loss, gradients
-        return self._checkpointed(default_loss, batch, lengths)
+        if self.checkpoint:
+            return self._checkpointed(default_loss, batch, lengths)
+        own = [value for _, value in tree_flatten(self.model.trainable_parameters())]
+
+        def loss(*values: mx.array) -> mx.array:
+            self.model.update(self._named(values))
+            found: mx.array = default_loss(self.model, batch, lengths)[0]
+            return found
+
+        value, gradients = self._differentiated(loss, own)
+        self.model.update(self._named(own))
+        return value, self._named(gradients)
+
+    def _named(self, values: Sequence[mx.array]) -> Any:
+        return tree_unflatten(list(zip(self.names, values, strict=True)))
+
+    def _differentiated(
+        self, loss: Callable[..., mx.array], primals: list[mx.array]
+    ) -> tuple[mx.array, list[mx.array]]:
+        """``mx.vjp`` of ``loss``, whose cross-entropy is one kernel each way on a GPU.
+
+        mlx 0.32.4, ``nn/losses.py``: that is asked of the device. What stands in for the kernel has
+        no gradient of its own, so that the graph is made in two parts, which share the logits.
+        """
+        if self.stand_ins is None:
+            (value,), gradients = mx.vjp(loss, primals, [mx.array(1.0)])
+            return value, gradients
+        seen: list[mx.array] = []
+
+        def logits(*given: mx.array) -> mx.array:
+            def see(*inputs: mx.array) -> mx.array:
+                seen[:] = inputs
+                return mx.zeros(inputs[1].shape, inputs[0].dtype)
+
+            with patch.object(nn.losses, "cross_entropy", see):
+                loss(*given)
+            return seen[0]
+
+        logits(*primals)
+        found, targets = seen
+        losses = self.stand_ins.cross_entropy(found, targets)
+
+        def rest(each: mx.array) -> mx.array:
+            with patch.object(nn.losses, "cross_entropy", lambda *_: each.astype(found.dtype)):
+                return loss(*primals)
+
+        (value,), (by_each,) = mx.vjp(rest, [losses], [mx.array(1.0)])
+        slope = self.stand_ins.slope(found, targets, losses, by_each)
+        return value, mx.vjp(logits, primals, [slope])[1]
 
     def _checkpointed(
         self, loss: Callable[..., Any], batch: mx.array, lengths: mx.array
@@ -78,7 +128,7 @@ class LmStep:
                 value: mx.array = loss(self.model, batch, lengths)[0]
             return value
 
-        (value,), (gradient,) = mx.vjp(tail, [hidden[-1]], [mx.array(1.0)])
+        value, (gradient,) = self._differentiated(tail, [hidden[-1]])
         found: list[tuple[str, mx.array]] = []
         paths = {id(module): name for name, module in self.model.named_modules()}
         for n, (layer, call, masks) in reversed(list(enumerate(self.calls))):

@@ -28,6 +28,7 @@ SOURCES = {
     "rms_norm": "mlx/backend/metal/normalization.cpp, RMSNorm::eval_gpu",
     "layer_norm": "mlx/backend/metal/normalization.cpp, LayerNorm::eval_gpu",
     "rope": "mlx/backend/metal/rope.cpp, RoPE::eval_gpu",
+    "cross_entropy": "mlx/fast_primitives.h, CrossEntropy and CrossEntropyVJP",
     "compiled": "mlx/backend/metal/compiled.cpp, Compiled::eval_gpu",
     "contiguous": "mlx/backend/gpu/primitives.cpp, Contiguous; mlx/export.cpp does not list it",
     "gated_delta": "mlx_lm/models/gated_delta.py, _gated_delta_kernel_impl",
@@ -131,6 +132,17 @@ class StandIns:
 
     def layer_norm(self, x: mx.array, weight: Any, bias: Any, *_: Any, **__: Any) -> mx.array:
         return self.one(StandIn("layer_norm", donors=(0,)), [x, weight, bias], x)
+
+    def cross_entropy(self, logits: mx.array, targets: mx.array) -> mx.array:
+        inputs, out = [logits, targets], (targets.shape, mx.float32)
+        return self.operation(StandIn("cross_entropy"), inputs, [out])[0]
+
+    def slope(
+        self, logits: mx.array, targets: mx.array, losses: mx.array, cotangent: mx.array
+    ) -> mx.array:
+        """The gradient of ``cross_entropy``, over the logits where nothing else needs them."""
+        inputs = [logits, targets, losses, cotangent]
+        return self.one(StandIn("cross_entropy", donors=(0,)), inputs, logits)
 
     def rope(self, x: mx.array, *_: Any, freqs: Any = None, offset: Any = 0, **__: Any) -> mx.array:
         return self.one(StandIn("rope", donors=(0,)), [x, freqs, offset], x)

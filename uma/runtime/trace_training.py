@@ -140,9 +140,10 @@ class TracedStep(OwnStep):
         *,
         passing: int | None = None,
         compile: bool = False,
+        stand_ins: StandIns | None = None,
     ) -> int:
         """The peak above ``inputs``; those from ``passing`` on die with their last use."""
-        stand_ins = StandIns()
+        stand_ins = stand_ins or StandIns()
         events: list[Event] = []
         # A stand-in has no gradient: norms, rotation and attention stay decomposed, as on the CPU.
         with unchanged(self.model), replaced(stand_ins, "cpu"):
@@ -264,11 +265,14 @@ def trace_training(
 
 def _lm_terms(step: TracedStep, weights: MemoryTerm) -> tuple[MemoryTerm, ...]:
     """The closed form's, the step of ``backward`` traced."""
-    closed = training_terms(step.architecture, weights, step.workload, backend=step.backend)
-    calls = [_layer_of(call) for call in step.calls]
-    traced = LmStep(step.model, calls, step.workload)
+    asked = replace(step.workload, loss="fused")  # as mlx-lm's loss is on a GPU
+    closed = training_terms(step.architecture, weights, asked, backend=step.backend)
+    calls, stand_ins = [_layer_of(call) for call in step.calls], StandIns()
+    kernels = stand_ins if step.backend == "metal" else None
+    traced = LmStep(step.model, calls, step.workload, kernels)
+    run, inputs, held = traced.run, traced.inputs, traced.held
     with patch.object(mx, "gather_mm", _gathered(mx.gather_mm)):
-        size = step.peak_of(traced.run, traced.inputs, passing=traced.held, compile=True)
+        size = step.peak_of(run, inputs, passing=held, compile=True, stand_ins=stand_ins)
     basis: Basis = "exact" if step.backend == "cpu" else "bound"
     return tuple(
         replace(t, size_bytes=size, basis=basis) if t.phase == "backward" else t for t in closed

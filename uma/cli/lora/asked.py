@@ -21,14 +21,15 @@ INTERRUPTED = 130
 class Asked:
     """The options of ``uma lora train``, under their own names; sizes as they were written.
 
-    Of ``iters`` and ``epochs`` one is ``None``.
+    Of ``iters`` and ``epochs`` one is ``None``. ``num_layers`` is, until the model is known, where
+    nobody said it.
     """
 
     model: str | None
     data: Path
     adapter_path: Path
     fine_tune_type: "Method"
-    num_layers: int
+    num_layers: int | None
     rank: int
     scale: float
     dropout: float

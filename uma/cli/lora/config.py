@@ -134,7 +134,7 @@ def _adapter(path: Path, value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     found = _mapping(path, "lora_parameters", value)
-    if "alpha" in found and "scale" not in found:
+    if "alpha" in found:
         raise UsageError(
             f"{path}: lora_parameters has alpha; mlx-lm's layers have scale instead, which is "
             f"alpha / rank: {found['alpha']} / {found.get('rank', 8)}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from uma.cli.lora.asked import Asked
 from uma.cli.options import size_option
 from uma.cli.progress import say
-from uma.errors import DoesNotFit, UsageError
+from uma.errors import DoesNotFit, UnsupportedModel, UsageError
 
 if TYPE_CHECKING:
     from uma.architecture.layers import Architecture
@@ -30,6 +30,9 @@ _OPTIMIZERS = {"adamw8bit": "adamw-8bit"}
 
 _OF_ONE_LAYER = re.compile(r"\.\d+\.")
 
+DEFAULT_LAYERS = 16
+"""Of mlx_lm.lora; a model with fewer trains them all."""
+
 MOST_ITERATIONS = 9_999_999
 """Checkpoints are named by seven digits."""
 
@@ -42,6 +45,7 @@ def print_plan(asked: Asked) -> int:
     from uma.report.fine_tuning import plan_json, plan_text
 
     source, encoder = tokenizer_of(asked.model, quiet=asked.quiet, yes=asked.yes)
+    asked = with_layers(asked, source)
     splits = read_splits(asked, encoder)
     if (reason := nothing_left(asked, splits)) is not None:
         return tell_nothing_left(asked, reason)
@@ -56,6 +60,20 @@ def print_plan(asked: Asked) -> int:
         return 0
     say(f"uma: {exceeded(plan, source.name).args[0]}")
     return DoesNotFit.exit_code
+
+
+def with_layers(asked: Asked, source: "ModelSource") -> Asked:
+    """The options with a number of layers to train.
+
+    Raises:
+        UnsupportedModel: If the model's layers are not known.
+    """
+    from uma.architecture import architecture_from_config
+
+    if asked.num_layers is not None:
+        return asked
+    there = len(architecture_from_config(source.config or {}).layers)
+    return replace(asked, num_layers=min(DEFAULT_LAYERS, there))
 
 
 def read_splits(asked: Asked, encoder: Any) -> "dict[str, Split]":
@@ -130,7 +148,7 @@ def planned(
     """The plan; ``cut`` is how a resumed run was cut until now.
 
     Raises:
-        UnsupportedModel: If the model's layers are not known.
+        UnsupportedModel: If the model's layers are not known, or a budget cannot be kept.
     """
     from uma.architecture import architecture_from_config
     from uma.plan.fine_tuning import Cut, FineTuning, plan_fine_tuning, require_packable
@@ -162,6 +180,10 @@ def planned(
         plan = plan_fine_tuning(case, cut or Cut(), smaller=asked.budget is not None)
         if plan.ledger.verdict != "exceeds":
             break
+    if plan.ledger.verdict == "unknown" and asked.budget is not None and not asked.force:
+        raise UnsupportedModel(
+            f"--budget {asked.budget} cannot be kept: {plan.notes[0]}; leave it out"
+        )
     return plan
 
 
@@ -204,6 +226,7 @@ def _not_modelled(
 def adapter_of(asked: Asked) -> "Adapter":
     from uma.runtime.lora.adapter import Adapter
 
+    assert asked.num_layers is not None
     return Adapter(
         method=asked.fine_tune_type,
         num_layers=asked.num_layers,

@@ -45,7 +45,8 @@ def tell_result(
     if over > PLANNED and plan.ledger.verdict != "unknown":
         print(f"note: it took {over:.0%} more than planned; leave as much free next time")
     if result.ending == "stopped":
-        print(f"stopped; continue with the same command and --resume ({asked.adapter_path})")
+        again = " and --resume" if result.progress.iteration else ""
+        print(f"stopped; continue with the same command{again} ({asked.adapter_path})")
 
 
 def tell_nothing_left(asked: Asked, reason: str) -> int:
@@ -186,7 +187,6 @@ def _parts(asked: Asked, document: dict[str, Any], result: "Result") -> Iterator
         )
     ledger = document["ledger"]
     above = result.held.peak_bytes - result.held.resting_bytes
-    yield (
-        f"peak {format_gib(result.held.peak_bytes)}, {format_gib(above)} above the model, "
-        f"{format_gib(ledger['predicted_peak_bytes'])} predicted"
-    )
+    yield f"peak {format_gib(result.held.peak_bytes)}, {format_gib(above)} above the model"
+    if ledger["verdict"] != "unknown":
+        yield f"{format_gib(ledger['predicted_peak_bytes'])} predicted"

@@ -38,7 +38,8 @@ def supervise(asked: Asked) -> int:
         if ended.output:
             print(ended.output, end="", flush=True)
         if cause is None:
-            if ended.code not in (0, INTERRUPTED) and _begins(events(asked.adapter_path)) > begun:
+            told = not ended.code or ended.output
+            if not told and _begins(events(asked.adapter_path)) > begun:
                 _tell_kept(asked.adapter_path)
             return _code(ended)
         _tell(asked, ended, cause)
@@ -88,7 +89,7 @@ def _tell(asked: Asked, ended: "Ended", cause: "Cause") -> None:
     try:
         status = read_status(asked.adapter_path)
     except UmaError:
-        say(f"uma: training ended before its first step: {text}\n  do: {remedy}")
+        say(f"uma: training ended before it began: {text}\n  do: {remedy}")
         return
     say("\n  ".join(_told(status, text, remedy, cause.quote)))
 
@@ -96,7 +97,7 @@ def _tell(asked: Asked, ended: "Ended", cause: "Cause") -> None:
 def _told(status: "Status", text: str, remedy: str, quote: str) -> Iterator[str]:
     from uma.report.run_status import kept_text
 
-    at = "before its first step"
+    at = "before its first report"
     if status.iteration:
         of = "" if status.iters is None else f" of {status.iters:,}"
         at = f"after iteration {status.iteration:,}{of}"

@@ -40,8 +40,11 @@ def train(
         Literal["lora", "dora", "full"], typer.Option(help="What to train.")
     ] = "lora",
     num_layers: Annotated[
-        int, typer.Option(min=-1, help="Layers to train, from the last; -1 for all.")
-    ] = 16,
+        int | None,
+        typer.Option(
+            min=-1, help="Layers to train, from the last; -1 for all. [default: at most 16]"
+        ),
+    ] = None,
     rank: Annotated[int, typer.Option(min=1, max=65_536, help="Rank of the two factors.")] = 8,
     scale: Annotated[
         float, typer.Option(help="Factor on their product (alpha / rank elsewhere).")

@@ -1,6 +1,5 @@
 """The process that trains: data, plan, model, run, report."""
 
-import hashlib
 import json as json_module
 import os
 import shutil
@@ -49,9 +48,11 @@ def _note_failure(run: Path, error: UmaError) -> None:
 def _work(asked: Asked, parent: int) -> int:
     from uma.cli.lora.data import tokenizer_of
     from uma.cli.lora.model import heavy
+    from uma.cli.lora.plan import with_layers
     from uma.cli.lora.result import tell_nothing_left, tell_result
 
     source, encoder = tokenizer_of(asked.model, quiet=asked.quiet, yes=asked.yes)
+    asked = with_layers(asked, source)
     with heavy(
         "uma lora train",
         quiet=asked.quiet,
@@ -216,11 +217,12 @@ def _recipe(asked: Asked, splits: "dict[str, Split]", plan: "FineTuningPlan") ->
 
 
 def _data(asked: Asked, splits: "dict[str, Split]") -> dict[str, Any]:
-    """What a resumed run must have equal of its data."""
+    """What a resumed run must have equal of its data; a chat template changes tokens too."""
+    from uma.dataset.examples import fingerprint
+
     hashes = {
-        f"{name}.jsonl": hashlib.sha256(splits[name].path.read_bytes()).hexdigest()[:16]
-        for name in ("train", "valid")
-        if name in splits
+        f"tokens of {split.path.name}": fingerprint(split.fitted.examples)
+        for split in splits.values()
     }
     return hashes | {
         "max_seq_length": asked.max_seq_length,
@@ -288,7 +290,7 @@ def _stop_signals() -> Iterator[list[int]]:
 
     def handler(number: int, _: object) -> None:
         if seen:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("it left at once, as a second signal asked")
         seen.append(number)
         say("saving after this step; once more to leave at once")
 

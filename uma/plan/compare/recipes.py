@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Literal
 
 from uma.frozen import dataclass
-from uma.plan.training.stacks import Stack
+from uma.plan.training.stack import Stack
 from uma.workload import Sharding, TrainingEngine, TrainingWorkload, bits_word
 
 Place = Literal["", "host", "disk"]

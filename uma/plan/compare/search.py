@@ -210,6 +210,11 @@ def no_plan(subject: "Subject | TrainingSubject", candidate: Candidate, wanted: 
         return "training on several Macs together is not planned"
     if len(kinds) > 1:
         return "training on cards of several kinds is not planned"
+    stored = subject.stored_bits
+    if stored and not candidate.discrete and (subject.kind == "full" or stored < wanted.min_bits):
+        return f"its weights are stored in {stored} bits, of which MLX makes no more"
+    if not candidate.discrete and not subject.has_form:
+        return f"mlx-lm has no {subject.kind} for stacked experts"
     if subject.kind == "qlora" and wanted.min_bits > QLORA_BITS and candidate.discrete:
         return f"the base of qlora is in {QLORA_BITS} bits on cards, below --min-bits"
     return NO_TRAINER

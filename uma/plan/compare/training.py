@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from uma.catalog import gpus
 from uma.frozen import dataclass
 from uma.ledger import Verdict
-from uma.machine import Machine, default_reserve_bytes
+from uma.machine import default_reserve_bytes
 from uma.plan.compare.candidates import Candidate
 from uma.plan.compare.plans import Plan, no_prompt
 from uma.plan.compare.recipes import (
@@ -20,6 +19,8 @@ from uma.plan.compare.recipes import (
 from uma.plan.compare.training_subject import TrainingSubject
 from uma.plan.compare.unified import with_raised_limit
 from uma.plan.training.case import TrainingCase
+from uma.plan.training.checks import without_bfloat16
+from uma.plan.training.places import on_host
 from uma.plan.training.verdict import pool_note, training_verdict
 from uma.speed.processor import processors_of
 from uma.speed.rate import NotKnown, Rate
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from uma.plan.compare.search import Wanted
 
 NO_DISK_RATE = NotKnown("how fast the host's disk is is not told: --disk-bandwidth GB/s")
-AMPERE = 2020  # the year of the first card of NVIDIA that has bfloat16
 NO_LINK = NotKnown("the link between host and card is not known")
 
 
@@ -104,7 +104,7 @@ def _in_order(
 def _recipes(subject: TrainingSubject, candidate: Candidate) -> Iterator[Recipe]:
     machine, host = candidate.machine, candidate.host
     if machine.backend == "metal" or machine.kind == "host":
-        if subject.architecture.module is not None and candidate.number == 1:
+        if subject.architecture.module is not None and candidate.number == 1 and subject.has_form:
             stored = subject.stored_bits
             recipes = mlx_recipes(subject.workload, subject.kind)
             yield from (one for one in recipes if stored in (None, one.bits))
@@ -138,7 +138,7 @@ def _plan(
         verdict=found,
         decode=rate,
         prompt_of=no_prompt,
-        notes=(*_notes(recipe, need, case), *_without_bfloat16(case.machine)),
+        notes=(*_notes(recipe, need, case), *without_bfloat16(case.machine)),
         short_bytes=short,
         short_of=of,
         quality=recipe.quality,
@@ -158,11 +158,10 @@ def _need(subject: TrainingSubject, case: TrainingCase) -> _Need:
     device, least = subject.needed_bytes(case)
     if not case.workload.optimizer.startswith("paged"):
         return _Need(device, least, beside.host_bytes * devices, beside.disk_bytes * devices)
-    states = beside.host_bytes
-    if case.machine.kind != "discrete":  # there is nowhere else to go
-        return _Need(device + states, least + states)
-    kept = max(0, min(states, case.budget.budget_bytes // devices - device))
-    return _Need(device + kept, least, (states - kept) * devices, 0, states - kept)
+    forced = on_host(case).stays_bytes
+    host = on_host(case, case.budget_bytes - device)
+    moved = beside.host_bytes - host.stays_bytes
+    return _Need(device + host.stays_bytes, least + forced, host.held_bytes, 0, moved)
 
 
 def _by_weights(case: TrainingCase) -> bool:
@@ -206,7 +205,7 @@ def _rate(subject: TrainingSubject, candidate: Candidate, recipe: Recipe) -> Rat
         processors_of(machine),
         recipe.engine,
         recipe.workload,
-        trained_elements=subject.trained_elements,
+        trained_elements=subject.trained_elements(recipe),
         host=host,
     )
     if not recipe.workload.optimizer.startswith("paged"):
@@ -229,13 +228,6 @@ def _paged(rate: Rate | NotKnown, case: TrainingCase, moved_bytes: int) -> Rate 
         return tokens / (tokens / tps + waited_s)
 
     return replace(rate, low=beside(rate.low), best=beside(rate.best), high=beside(rate.high))
-
-
-def _without_bfloat16(machine: Machine) -> tuple[str, ...]:
-    names = {device.name for device in machine.devices}
-    old = any(row.name in names and row.vendor == "NVIDIA" and row.year < AMPERE for row in gpus())
-    note = "no bfloat16 before Ampere: float16 takes as much, and needs its losses scaled"
-    return (note,) if old else ()
 
 
 def _notes(recipe: Recipe, need: _Need, case: TrainingCase) -> Iterator[str]:

@@ -6,11 +6,12 @@ from typing import Any, TypeVar, cast
 
 from uma.architecture.layers import Architecture
 from uma.checkpoint.source import ModelSource
-from uma.engines.torch_model import Model, weights_bytes
+from uma.engines.torch_model import Model, trained_elements, weights_bytes
+from uma.errors import UsageError
 from uma.frozen import dataclass
 from uma.ledger import peak
 from uma.machine import budget_of
-from uma.memory.adapters import adapters
+from uma.memory.adapters import adapter_elements, mlx_adapters
 from uma.memory.reads import WeightReads
 from uma.memory.term import MemoryTerm
 from uma.memory.weights import weight_bytes
@@ -18,6 +19,7 @@ from uma.plan.compare.candidates import Candidate
 from uma.plan.compare.recipes import Kind, Recipe
 from uma.plan.training.case import TrainingCase
 from uma.plan.training.places import Places, places
+from uma.plan.training.stacks import settings_for
 from uma.plan.training.verdict import least_bytes
 from uma.quantization import Quantization, quantization_of_config
 from uma.speed.stored import even_reads
@@ -45,14 +47,30 @@ class TrainingSubject:
             return None
         return stored.default.bits
 
-    @property
-    def trained_elements(self) -> int:
+    def trained_elements(self, recipe: Recipe) -> int:
+        """Of all weights, or of the adapters that the program of ``recipe`` makes."""
         if self.workload.method == "full":
             return self.architecture.num_parameters
-        return self._once("trained", self._adapter_elements)
 
-    def _adapter_elements(self) -> int:
-        return sum(adapter.size for adapter in adapters(self.architecture, self.workload))
+        def make() -> int:
+            if recipe.engine == "mlx":
+                return adapter_elements(self.architecture, self.workload)
+            settings = settings_for(recipe.stack, recipe.workload, self.architecture)
+            return trained_elements(Model(self.architecture, recipe.workload, settings))
+
+        return self._once(("trained", recipe.engine), make)
+
+    @property
+    def has_form(self) -> bool:
+        """Whether mlx-lm has adapters of this kind for all matrices."""
+        return self._once("form", self._has_form)
+
+    def _has_form(self) -> bool:
+        try:
+            list(mlx_adapters(self.architecture, self.workload))
+        except UsageError:
+            return False
+        return True
 
     @property
     def reads(self) -> WeightReads:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from uma.errors import UsageError
 from uma.frozen import dataclass
-from uma.plan.training.stacks import Stack
+from uma.plan.training.stack import Stack
 from uma.workload import TrainingWorkload
 
 # uma's names of optimizers in transformers' Trainer; Adam is its AdamW, whose decay is 0.
@@ -28,6 +28,13 @@ ALPHA = 2  # of the rank
 MIXED = {"bfloat16": "bf16", "float16": "fp16", "float32": "'no'"}
 
 
+# Stored formats that are made 16 bits at loading (transformers 5.24, quantization_config.py);
+# transformers refuses bitsandbytes over them (quantizers/auto.py, merge_quantization_configs).
+_DEQUANTIZED = {
+    "mxfp4": "Mxfp4Config",
+    "fp8": "FineGrainedFP8Config",
+    "compressed-tensors": "CompressedTensorsConfig",
+}
 _BASES = {
     "int8": "load_in_8bit=True",
     "nf4": 'load_in_4bit=True, bnb_4bit_quant_type="nf4"',
@@ -40,13 +47,14 @@ class Training:
     """What is trained: a repository's or a folder's model, and the workload that was planned.
 
     ``title`` says in a line for which machine, and that it fits. ``stack`` is what the plan counted
-    with.
+    with. ``stored`` is how the repository's weights are quantized, if they are.
     """
 
     model: str
     workload: TrainingWorkload
     title: str = ""
     stack: Stack = Stack()
+    stored: str = ""
 
     @property
     def mixes(self) -> bool:
@@ -61,12 +69,34 @@ class Training:
         return asked.dtype != "float32" and not held
 
     @property
+    def dequantizer(self) -> str:
+        """The configuration that makes 16 bits of what is stored in fewer."""
+        return _DEQUANTIZED.get(self.stored, "")
+
+    @property
     def prepares(self) -> bool:
         return bool(self.workload.quantized) and self.stack.prepare_kbit
 
 
-def check_trainer(asked: TrainingWorkload) -> None:
-    spread = asked.sharding
+def check_trainer(training: Training) -> None:
+    """Refuse what Trainer does not do.
+
+    Raises:
+        UsageError: With what to do instead.
+    """
+    asked, spread = training.workload, training.workload.sharding
+    same = training.stored == "bitsandbytes" and asked.quantized
+    if training.stored and not same and (asked.quantized or not training.dequantizer):
+        raise UsageError(
+            f"{training.model} is stored in {training.stored}, of which transformers makes no "
+            f"{asked.quantized or '16 bits'}: give a repository, or a folder, in 16 bits"
+        )
+    alone = asked.method == "full" and training.stack.precision != "mixed"
+    if asked.dtype == "float16" and alone and (spread.fsdp or not spread.zero_stage):
+        raise UsageError(
+            "weights in float16 alone are not trained (torch's GradScaler wants float32 ones), and "
+            "these cards have no bfloat16: plan with --train lora, or with others"
+        )
     if spread.tensor * spread.pipeline * spread.sequence > 1:
         raise UsageError(
             "tensor, pipeline and sequence parallelism are not of transformers' Trainer: plan with "
@@ -106,6 +136,8 @@ def peft_script(training: Training) -> Iterator[str]:
     if asked.quantized:
         yield "    BitsAndBytesConfig,"
     yield "    DataCollatorForLanguageModeling,"
+    if training.dequantizer:
+        yield f"    {training.dequantizer},"
     yield "    Trainer,"
     yield "    TrainingArguments,"
     yield ")"
@@ -174,6 +206,9 @@ def _loaded(training: Training) -> Iterator[str]:
     yield "model = AutoModelForCausalLM.from_pretrained("
     yield "    MODEL,"
     yield f"    dtype=torch.{width},"
+    if training.dequantizer:
+        made = f"{training.dequantizer}(dequantize=True)"
+        yield f"    quantization_config={made},  # to 16 bits, which are trained"
     if asked.quantized:
         yield "    quantization_config=BitsAndBytesConfig("
         yield f"        {_BASES[asked.quantized]},"

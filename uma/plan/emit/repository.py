@@ -1,5 +1,6 @@
 """The repository, or the folder, that other programs load a planned model from."""
 
+from uma.catalog import model_config
 from uma.checkpoint.names import resolve
 from uma.checkpoint.source import CONFIG_ALONE
 from uma.plan.compare.subject import Subject
@@ -15,6 +16,13 @@ def repository(subject: Subject) -> str:
         return str(source.path)
     model = resolve(source.name).model
     return model.hf_id if model is not None else source.name
+
+
+def stored_in(subject: Subject) -> str:
+    """The method by which the weights of ``repository`` are quantized; empty for 16 bits."""
+    model = resolve(subject.source.name).model if subject.source.path is None else None
+    config = subject.source.config if model is None else model_config(model).values
+    return str(((config or {}).get("quantization_config") or {}).get("quant_method", ""))
 
 
 def repository_in(subject: Subject, quant: str) -> str:

@@ -22,7 +22,7 @@ def training_configuration(target: TrainingTarget, training: Training) -> str:
     Raises:
         UsageError: If the programs cannot run such a workload.
     """
-    check_trainer(training.workload)
+    check_trainer(training)
     if target == "deepspeed":
         return deepspeed_json(training.workload, LEARNING_RATES[training.workload.method])
     emit: dict[str, Callable[[Training], Iterator[str]]] = {"peft": peft_script, "fsdp": _fsdp}
@@ -50,7 +50,7 @@ def _fsdp(training: Training) -> Iterator[str]:
             "--emit deepspeed offloads each by itself"
         )
     flag = {True: "true", False: "false"}
-    yield "# accelerate launch --config_file THIS_FILE train.py, with the script of --emit peft"
+    yield "# accelerate launch --config_file THIS_FILE train.py, the script of --emit peft-fsdp"
     yield "compute_environment: LOCAL_MACHINE"
     yield "distributed_type: FSDP"
     if training.mixes:

@@ -1,19 +1,21 @@
 """A model as it is to be trained on a machine, and what one step of it needs."""
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uma.architecture.layers import Architecture, Recurrent
 from uma.dataset.batches import padded_length
-from uma.engines.torch_model import Model, Settings, trained_elements
 from uma.frozen import dataclass
 from uma.ledger import peak
 from uma.machine import Budget, Machine
 from uma.memory.adapters import adapters
 from uma.memory.term import MemoryTerm
 from uma.plan.estimate import ceiling_bytes
-from uma.plan.training.stacks import Stack, settings_for
+from uma.plan.training.stack import Stack
 from uma.workload import Trainer, TrainingEngine, TrainingWorkload, bits_named
+
+if TYPE_CHECKING:
+    from uma.engines.torch_model import Settings
 
 SHORT = 256
 
@@ -23,8 +25,7 @@ class TrainingCase:
     """A model as it is to be trained.
 
     ``weights`` is the base as it is held, for MLX; the torch engine knows it from the workload.
-    ``smaller`` is the same base in 4 bits, where it is not quantized yet. ``trainer`` is the
-    program that trains under MLX, ``stack`` that under torch.
+    ``trainer`` is the program that trains under MLX, ``stack`` that under torch.
     """
 
     architecture: Architecture
@@ -33,13 +34,14 @@ class TrainingCase:
     engine: TrainingEngine
     workload: TrainingWorkload
     weights: MemoryTerm | None = None
-    smaller: MemoryTerm | None = None
     trainer: Trainer = "mlx_lm"
     stack: Stack = Stack()
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> "Settings":
         """Those of the torch engine."""
+        from uma.plan.training.stacks import settings_for
+
         return settings_for(self.stack, self.workload, self.architecture)
 
     def terms(self) -> tuple[MemoryTerm, ...]:
@@ -98,6 +100,8 @@ class TrainingCase:
     @property
     def trainable_parameters(self) -> int:
         if self.engine == "torch":
+            from uma.engines.torch_model import Model, trained_elements
+
             return trained_elements(Model(self.architecture, self.workload, self.settings))
         if self.workload.method != "full":
             return sum(a.size for a in adapters(self.architecture, self.workload))
@@ -120,21 +124,3 @@ def in_short_rows(workload: TrainingWorkload, architecture: Architecture) -> Tra
         return workload
     rows = -(-workload.batch_size * length // SHORT)
     return replace(workload, batch_size=rows, max_seq_length=SHORT + 1)
-
-
-class Needs:
-    """What variants of one case need, each computed once."""
-
-    def __init__(self) -> None:
-        self.found: dict[Any, int] = {}
-
-    @staticmethod
-    def key(case: TrainingCase) -> Any:
-        """What the variants of one case differ in."""
-        return case.workload, case.weights, case.stack, case.trainer
-
-    def __call__(self, case: TrainingCase) -> int:
-        key = self.key(case)
-        if key not in self.found:
-            self.found[key] = case.needed_bytes()
-        return self.found[key]

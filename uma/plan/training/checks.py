@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 from uma.architecture.layers import Attention, Mixer, Recurrent
-from uma.engines.torch_model import COPIED
+from uma.catalog import gpus
 from uma.errors import UsageError
-from uma.memory.adapters import is_adaptable, is_target, layer_adapters, trained_layers
+from uma.machine import Machine
 from uma.plan.training.case import TrainingCase
+from uma.plan.training.targets import check_targets, target_notes
 from uma.workload import Sharding
 
 MLX_OPTIMIZERS = {
@@ -24,6 +25,8 @@ TRAINED_ON = {
     "unsloth": ("nf4", "nf4-double", "int8"),
 }
 DORA_BITS = (2, 4, 8)  # mlx-lm 0.32.2, tuner/dora.py: 32 // bits weights a word
+OF_BITSANDBYTES = ("adamw-8bit", "paged-adamw", "paged-adamw-8bit")
+AMPERE = 2020  # the year of the first card of NVIDIA that has bfloat16
 
 
 def check(case: TrainingCase) -> None:
@@ -35,21 +38,12 @@ def check(case: TrainingCase) -> None:
     layers, every = len(case.architecture.layers), case.workload.grad_checkpoint
     if every > layers:
         raise UsageError(f"a checkpoint every {every} layers: the model has {layers}")
-    _check_targets(case)
+    check_targets(case)
     if case.engine == "mlx":
         check_mlx_sharding(case.workload.sharding)
     reasons = _mlx_reasons(case) if case.engine == "mlx" else torch_reasons(case)
     for reason in reasons:
         raise UsageError(reason)
-
-
-def _check_targets(case: TrainingCase) -> None:
-    layers = trained_layers(case.architecture, case.workload)
-    matrices = [p for layer in layers for p in layer.parameters if is_adaptable(p)]
-    for target in case.workload.targets:
-        if not any(is_target(parameter, (target,)) for parameter in matrices):
-            names = sorted({p.name.rsplit(".", 1)[-1] for p in matrices})
-            raise UsageError(f"no matrix is named {target}; this model has {', '.join(names)}")
 
 
 def _mlx_reasons(case: TrainingCase) -> Iterator[str]:
@@ -66,6 +60,13 @@ def _mlx_reasons(case: TrainingCase) -> Iterator[str]:
         yield (
             f"mlx_lm.lora computes all logits at once; --loss {workload.loss} is not its own: "
             "--trainer uma computes them in slices"
+        )
+    if workload.attention is not None and case.trainer == "uma":
+        yield "uma lora train always computes attention in slices: leave --attention out"
+    elif workload.attention == "fused":
+        yield (
+            "mlx_lm.lora has no fused attention: MLX makes gradients from the scores of all pairs "
+            "of tokens; leave --attention out, or give --trainer uma, which slices them"
         )
     if workload.mem_kind != "allocated":
         yield (
@@ -140,6 +141,7 @@ def _fully_shard_reasons(case: TrainingCase) -> Iterator[str]:
 def torch_reasons(case: TrainingCase) -> Iterator[str]:
     """Why it cannot be trained like this under torch."""
     yield from _stack_reasons(case)
+    yield from _optimizer_reasons(case)
     if case.workload.quantized:
         yield from _format_reasons(case)
     workload, spread = case.workload, case.workload.sharding
@@ -168,7 +170,26 @@ def torch_reasons(case: TrainingCase) -> Iterator[str]:
         )
 
 
+def _optimizer_reasons(case: TrainingCase) -> Iterator[str]:
+    """Of bitsandbytes' optimizers, where states are sharded or lie on the host."""
+    optimizer, spread = case.workload.optimizer, case.workload.sharding
+    if optimizer not in OF_BITSANDBYTES:
+        return
+    if spread.fsdp:  # bitsandbytes issues 89 and 1633; torchtune, memory_optimizations.rst
+        yield (
+            f"{optimizer} is of bitsandbytes, which does not go with FSDP's shards: take "
+            "--optimizer adamw, or --zero-stage 3 instead of --fsdp"
+        )
+    elif spread.offload_optimizer:  # accelerate 1.15, map_pytorch_optim_to_deepspeed
+        yield (
+            f"{optimizer} on the host: accelerate takes DeepSpeed's float32 Adam in its place; "
+            "give --optimizer adamw, which is that"
+        )
+
+
 def _format_reasons(case: TrainingCase) -> Iterator[str]:
+    from uma.engines.torch_model import COPIED
+
     workload, known = case.workload, TRAINED_ON[case.stack.name]
     if workload.quantized not in known:
         whose = "PEFT" if case.stack.is_of_transformers else case.stack.name
@@ -214,10 +235,15 @@ def _split_reasons(mixer: Mixer, spread: Sharding) -> Iterator[str]:
 
 def _stack_reasons(case: TrainingCase) -> Iterator[str]:
     stack, workload, spread = case.stack, case.workload, case.workload.sharding
-    if stack.name == "unsloth" and spread.devices > 1:
-        yield "Unsloth trains on one device; leave --stack out, or the other devices"
-    if not stack.is_of_transformers and spread.zero_stage and not spread.fsdp:
+    if stack.name == "unsloth" and (spread.devices > 1 or spread.zero_stage):
+        yield (
+            "Unsloth trains on one device, without ZeRO and FSDP; leave --stack out, or the other "
+            "devices and what is for them"
+        )
+    elif not stack.is_of_transformers and spread.zero_stage and not spread.fsdp:
         yield f"{stack.name} shards with FSDP, not with DeepSpeed: --fsdp full"
+    if stack.precision == "mixed" and stack.name == "torchtune":
+        yield "torchtune has no autocast (0.6, recipes: dtype bf16 or fp32): leave --precision out"
     if stack.precision == "mixed" and spread.zero_stage and not spread.fsdp:
         yield "DeepSpeed keeps float32 weights of its own beside 16-bit ones: leave --precision out"
     if stack.precision == "mixed" and workload.quantized:
@@ -246,6 +272,8 @@ def _stack_reasons(case: TrainingCase) -> Iterator[str]:
 
 
 def _preparing_reasons(case: TrainingCase) -> Iterator[str]:
+    from uma.engines.torch_model import COPIED
+
     name = "--prepare-kbit is PEFT's prepare_model_for_kbit_training"
     if not case.stack.is_of_transformers:
         yield f"{name}, which {case.stack.name} does not call: leave it out"
@@ -281,12 +309,18 @@ def notes(case: TrainingCase) -> Iterator[str]:
             f"a pipeline of {spread.pipeline} stages stands still in part with fewer micro-batches "
             f"for an update: --grad-accumulation-steps {spread.pipeline} or more"
         )
-    found = layer_adapters(case.architecture.layers[-1], workload)
-    narrow = min((min(a.rows, a.columns) for a in found), default=workload.rank)
-    if workload.rank > narrow:
-        yield f"a rank of {workload.rank} is above {narrow}, the full rank of a trained matrix"
-    if case.engine == "mlx":
-        yield from _mlx_notes(case)
+    yield from target_notes(case)
+    longest = case.architecture.max_position_embeddings
+    if longest and workload.max_seq_length > longest:
+        yield f"the model was made for {longest:,} tokens of context"
+    yield from _mlx_notes(case) if case.engine == "mlx" else without_bfloat16(case.machine)
+
+
+def without_bfloat16(machine: Machine) -> Iterator[str]:
+    """That cards are too old for it, where they are."""
+    names = {device.name for device in machine.devices}
+    if any(row.name in names and row.vendor == "NVIDIA" and row.year < AMPERE for row in gpus()):
+        yield "no bfloat16 before Ampere: float16 takes as much, and needs its losses scaled"
 
 
 def _mlx_notes(case: TrainingCase) -> Iterator[str]:

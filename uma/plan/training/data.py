@@ -3,7 +3,8 @@
 from uma.dataset.lengths import Batches, Batching, Lengths, batches_of
 from uma.errors import UsageError
 from uma.frozen import dataclass
-from uma.plan.training.case import Needs, TrainingCase
+from uma.plan.training.case import TrainingCase
+from uma.plan.training.verdict import Needs
 
 
 @dataclass(frozen=True, slots=True)

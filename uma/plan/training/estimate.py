@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING
 
 from uma.frozen import dataclass
 from uma.ledger import Ledger, Verdict, peak
-from uma.memory.term import Phase
-from uma.plan.training.case import Needs, TrainingCase
+from uma.memory.term import MemoryTerm, Phase
+from uma.plan.training.case import TrainingCase
 from uma.plan.training.checks import check, notes
 from uma.plan.training.inverses import largest
-from uma.plan.training.measures import Measure, measures
 from uma.plan.training.places import OnHost, Places, on_host, places
-from uma.plan.training.verdict import least_bytes, pool_note, training_verdict
+from uma.plan.training.verdict import Needs, least_bytes, pool_note, training_verdict
 from uma.units import format_gib
 
 if TYPE_CHECKING:
     from uma.plan.training.data import WorstBatch
+    from uma.plan.training.measures import Measure
 
-__all__ = ["Measure", "TrainingCase", "TrainingEstimate", "training_estimate"]
+__all__ = ["TrainingCase", "TrainingEstimate", "training_estimate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class TrainingEstimate:
     phase: Phase
     trainable_parameters: int
     largest: dict[str, int | None]
-    measures: tuple[Measure, ...]
+    measures: "tuple[Measure, ...]"
     notes: tuple[str, ...]
     places: Places
     host_room_bytes: int | None = None
@@ -72,32 +72,51 @@ def training_estimate(case: TrainingCase, data: "WorstBatch | None" = None) -> T
         UsageError: If the workload does not suit the model or the engine.
     """
     check(case)
-    needs = Needs()
-    terms = case.terms()
-    phase, needed = peak(terms)
-    least = least_bytes(terms)
-    needs.found[needs.key(case)] = needed
-    devices = case.machine_devices
-    lines = (case.budget.budget_bytes // devices, case.budget.limit_bytes // devices)
-    lying, host = places(case), on_host(case)
+    needs, terms = Needs(), case.terms()
+    computed = peak(terms)[1]
+    needs.found[needs.key(case)] = computed + on_host(case).stays_bytes
+    inverses = largest(case, terms, needs)
+    spare = case.budget_bytes - computed if case.workload.mem_kind == "device" else 0
+    host, meant = on_host(case, spare), places(case)
+    terms = (*terms, *_staying_terms(host.stays_bytes, meant))
+    (phase, needed), least = peak(terms), least_bytes(terms)
     crowded = host.excess_bytes > 0
     result: Verdict = "exceeds" if crowded else training_verdict(case, needed, least)
+    advice: tuple[Measure, ...] = ()
+    if crowded or needed > case.budget_bytes:
+        from uma.plan.training.measures import measures
+
+        advice = measures(case, needs)
     return TrainingEstimate(
         case,
-        Ledger(terms, *lines, result),
+        Ledger(terms, case.budget_bytes, case.budget.limit_bytes // case.machine_devices, result),
         phase,
         case.trainable_parameters,
-        largest(case, terms, needs),
-        measures(case, needs) if crowded or needed > case.budget_bytes else (),
-        (*pool_note(case, needed, least), *_host_notes(host), *notes(case)),
-        lying,
+        inverses,
+        advice,
+        (*pool_note(case, needed, least), *_host_notes(host, meant), *notes(case)),
+        meant.with_staying(host.stays_bytes),
         host.room_bytes,
         host.held_bytes,
         data,
     )
 
 
-def _host_notes(host: OnHost) -> Iterator[str]:
+def _staying_terms(stays_bytes: int, meant: Places) -> Iterator[MemoryTerm]:
+    """What is meant for a host, and a device holds: paged states are the first to stay."""
+    paged = min(stays_bytes, meant.paged_bytes)
+    if paged:
+        source = "paged states, as far as they stay on the device"
+        yield MemoryTerm("optimizer_states", paged, "bound", source)
+    if stays_bytes > paged:
+        source = "what a host would hold, in the one memory"
+        yield MemoryTerm("other", stays_bytes - paged, "bound", source)
+
+
+def _host_notes(host: OnHost, meant: Places) -> Iterator[str]:
+    if host.stays_bytes > meant.paged_bytes:
+        stays = format_gib(host.stays_bytes)
+        yield f"{stays} are meant for a host, and stay: the machine has one memory"
     if not host.held_bytes:
         return
     held = format_gib(host.held_bytes)

@@ -1,12 +1,15 @@
 """The inverses of a training estimate: the largest batch, length and rank that fit, each alone."""
 
+from bisect import bisect_left
 from collections.abc import Callable
+from math import isqrt
 
 from uma.dataset.batches import SMALLEST, padded_length
 from uma.memory.adapters import adapters
 from uma.memory.term import MemoryTerm
-from uma.plan.training.case import SHORT, Needs, TrainingCase
+from uma.plan.training.case import SHORT, TrainingCase
 from uma.plan.training.places import on_host
+from uma.plan.training.verdict import Needs
 
 MOST = {"batch_size": 4096, "max_seq_length": 1 << 20, "rank": 4096}  # looked for, not allowed
 TRIES = 12
@@ -22,43 +25,61 @@ def largest(
     case: TrainingCase, terms: tuple[MemoryTerm, ...], needs: Needs
 ) -> dict[str, int | None]:
     """The largest batch, length and rank that fit, each alone; ``None`` where 1 does not."""
-    held = sum(t.size_bytes for t in terms if t.phase == "always")
-    room, workload = case.budget_bytes, case.workload
-    host = on_host(case)
-    if held > room or host.excess_bytes:
-        return dict.fromkeys(_fields(case))
-    found = _own_shapes(case, held, needs) if case.trainer == "uma" else _shapes(case, held, needs)
-    if workload.method != "full":
-        names = ("adapters", "optimizer_states")
-        by_rank = sum(t.size_bytes for t in terms if t.phase == "always" and t.name in names)
-        needed = _along(case, needs, "rank")
-        hopeless = needs(case) - COPIES * (by_rank + _ranked_bytes(case)) > room
-        found["rank"] = None if hopeless else _largest_rank(needed, workload.rank, by_rank, room)
-        if found["rank"] and host.held_bytes and host.room_bytes is not None:
-            on_hosts = _largest_rank(
-                lambda rank: on_host(case.changed(rank=rank)).held_bytes,
-                workload.rank,
-                host.held_bytes,
-                host.room_bytes,
-            )
-            found["rank"] = min(found["rank"], on_hosts or 1)
+    always = [t for t in terms if t.phase == "always" and t.name != "buffer_pool"]
+    held = sum(t.size_bytes for t in always)
+    held += on_host(case.changed(batch_size=1, max_seq_length=1)).stays_bytes
+    found: dict[str, int | None] = {"batch_size": None, "max_seq_length": None}
+    if held <= case.budget_bytes:
+        shapes = _own_shapes if case.trainer == "uma" else _shapes
+        found = shapes(case, held, needs)
+    if case.workload.method != "full":
+        by_rank = sum(t.size_bytes for t in always if t.name in ("adapters", "optimizer_states"))
+        found["rank"] = _rank(case, held, by_rank, needs)
     return found
+
+
+def _rank(case: TrainingCase, held_bytes: int, by_rank_bytes: int, needs: Needs) -> int | None:
+    """``by_rank_bytes`` are the part of what is held that the rank is known to account for."""
+    room, most = case.budget_bytes, _most_on_host(case, "rank")
+    asked, needed = min(case.workload.rank, most), _along(case, needs, "rank")
+    by_rank = by_rank_bytes + _ranked_bytes(case)
+    if not most or needs(case) - COPIES * by_rank > room:
+        return None
+    if case.engine == "mlx":
+        return _largest_rank(needed, asked, by_rank_bytes, room, most)
+    # DeepSpeed's buckets grow to a size, bitsandbytes' states are small from a size on.
+    rest = needs(case) if needs(case) <= room else held_bytes
+    base = min(room, rest - by_rank_bytes)
+    return _largest(needed, asked, base, room, most, convex=False)
 
 
 def _shapes(case: TrainingCase, held_bytes: int, needs: Needs) -> dict[str, int | None]:
     workload, room = case.workload, case.budget_bytes
     workers = workload.sharding.data if case.engine == "mlx" else 1
-    asked = workload.batch_size // workers
-    rows, most = None, MOST["batch_size"]
-    if (above := needs(case) - held_bytes) > room - held_bytes:
+    rows, most = None, _most_on_host(case, "batch_size")
+    asked = min(workload.batch_size // workers, most)
+    if asked and (above := needs(case) - held_bytes) > room - held_bytes:
         # The phase that binds is at least a line over the batch, from what is held.
-        most = min(most, int(asked * (SURELY * room - held_bytes) / above))
+        line = workload.batch_size // workers * (SURELY * room - held_bytes) / above
+        most = min(most, int(line))
     if most:
         needed = _along(case, needs, "batch_size", workers)
         rows = _largest(needed, asked, held_bytes, room, most)
-    needed, most = _along(case, needs, "max_seq_length"), MOST["max_seq_length"]
-    length = _largest(needed, workload.max_seq_length, held_bytes, room, most)
+    needed, most = _along(case, needs, "max_seq_length"), _most_on_host(case, "max_seq_length")
+    length = _largest(needed, min(workload.max_seq_length, most), held_bytes, room, most)
+    if length == 1:  # which is no row: its only token is not a target
+        length = None
     return {"batch_size": rows and rows * workers, "max_seq_length": length}
+
+
+def _most_on_host(case: TrainingCase, field: str) -> int:
+    """Up to which number the host has room, which costs nothing to know; 0 where for none."""
+
+    def exceeds(count: int) -> bool:
+        return on_host(case.changed(**{field: count})).excess_bytes > 0
+
+    most = MOST[field]
+    return bisect_left(range(1, most + 1), True, key=exceeds) if exceeds(most) else most
 
 
 def _ranked_bytes(case: TrainingCase) -> int:
@@ -96,34 +117,43 @@ def _longest_row(positions: int) -> int:
     return positions - positions % step + 1  # the last token is only a target
 
 
-def _fields(case: TrainingCase) -> tuple[str, ...]:
-    return ("batch_size", "max_seq_length", *(("rank",) if case.workload.method != "full" else ()))
-
-
 def _along(case: TrainingCase, needs: Needs, field: str, step: int = 1) -> Needed:
     return lambda count: needs(case.changed(**{field: count * step}))
 
 
-def _largest(needed: Needed, asked: int, held_bytes: int, room_bytes: int, most: int) -> int | None:
+def _largest(
+    needed: Needed,
+    asked: int,
+    held_bytes: int,
+    room_bytes: int,
+    most: int,
+    *,
+    convex: bool = True,
+) -> int | None:
     """The largest number that needs at most ``room_bytes``, within one in ``CLOSE``.
 
     What is needed never falls, and rises as a line or a parabola from about ``held_bytes`` at 0,
-    with a corner where another phase begins to bind.
+    with a corner where another phase begins to bind; less steeply beyond it unless ``convex``.
 
     >>> _largest(lambda n: 100 + 3 * n, 10, 100, 1000, 4096)  # 300 would fit too
     299
     """
-    points = {0: held_bytes, asked: needed(asked)}
+    if not most:
+        return None
+    points, step = {0: held_bytes, asked: needed(asked)}, 1
     for _ in range(TRIES):
         low = max(n for n, size in points.items() if size <= room_bytes)
         high = min([most + 1, *(n for n, size in points.items() if size > room_bytes)])
         near = max(1, low // CLOSE)
-        if min(high - low, _at_most(points, room_bytes) - low) <= near:
+        surely = min(high, _at_most(points, room_bytes)) if convex else high
+        if surely - low <= near:
             break
         guess = _reached(points, room_bytes)
-        guess = max(guess - guess // (4 * CLOSE), low + near)
-        if guess >= high:  # the parabola is none of what lies between
-            guess = most if high > most else (low + high) // 2
+        guess -= guess // (4 * CLOSE)
+        if guess < low + near:  # in ever longer steps, where it is no parabola
+            guess, step = low + near * step, 4 * step
+        if guess >= high:  # the parabola is none of what lies between, which may be far apart
+            guess = most if high > most else max(low + 1, isqrt(low * high))
         points[guess] = needed(guess)
     return max(n for n, size in points.items() if size <= room_bytes) or None
 
@@ -140,13 +170,15 @@ def _at_most(points: dict[int, int], room_bytes: int) -> int:
     return FAR if y1 <= y0 else 1 + int(x1 + (room_bytes - y1) * (x1 - x0) / (y1 - y0))
 
 
-def _largest_rank(needed: Needed, asked: int, by_rank_bytes: int, room_bytes: int) -> int | None:
+def _largest_rank(
+    needed: Needed, asked: int, by_rank_bytes: int, room_bytes: int, most: int
+) -> int | None:
     """The largest rank: what is needed is a line over it, or two that rise ever faster.
 
     So what lies between two points is at most the line between them. ``by_rank_bytes`` are the
     part of what is needed that the ``asked`` rank is known to account for.
     """
-    at_asked, low, most = needed(asked), asked, MOST["rank"]
+    at_asked, low = needed(asked), asked
     if at_asked > room_bytes:
         low, high = 1, asked
         if asked == 1 or needed(1) > room_bytes:
@@ -158,7 +190,8 @@ def _largest_rank(needed: Needed, asked: int, by_rank_bytes: int, room_bytes: in
         if (high == most and needed(most + 1) <= room_bytes) or needed(high) <= room_bytes:
             return high
     at_low, at_high = needed(low), needed(high)
-    return low + (room_bytes - at_low) * (high - low) // (at_high - at_low)
+    more = (room_bytes - at_low) * (high - low) // (at_high - at_low)
+    return low + more - more // (4 * CLOSE)  # sizes are rounded up here and there
 
 
 def _reached(points: dict[int, int], room_bytes: int) -> int:

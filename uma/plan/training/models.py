@@ -9,6 +9,7 @@ from uma.errors import UmaError
 from uma.memory.weights import weight_bytes
 from uma.plan.training.case import TrainingCase
 from uma.plan.training.checks import check
+from uma.plan.training.verdict import Needs
 from uma.quantization import Quantization
 
 NEARBY = 24  # of as many smaller ones, and a quarter as many larger ones, the largest that fits
@@ -36,7 +37,7 @@ def _fits(case: TrainingCase, model: ListedModel) -> bool:
     try:
         found = _with_model(case, model)
         check(found)
-        return found.needed_bytes() <= case.budget_bytes
+        return Needs().fits(found)
     except UmaError:
         return False
 

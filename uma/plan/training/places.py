@@ -1,25 +1,31 @@
 """Where the state of a training lies, device by device, and what each device sends."""
 
+from dataclasses import replace
 from math import ceil
+from typing import TYPE_CHECKING
 
 from uma.architecture.layers import Attention, LatentAttention
-from uma.engines.schemes import tower_terms
-from uma.engines.torch_deepspeed import beside_states
-from uma.engines.torch_model import Model, optimizer_states, trained_elements, weights_bytes
 from uma.frozen import dataclass
 from uma.memory.adapters import adapter_elements
 from uma.memory.sharding import Moved, States, communication_bytes, placed
 from uma.plan.training.case import TrainingCase
+
+if TYPE_CHECKING:
+    from uma.engines.torch_model import Model
 
 FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True)
 class OnHost:
-    """What the devices of one machine keep on its host, and what that leaves, where known."""
+    """What the devices of one machine keep on its host, and what that leaves, where known.
 
-    held_bytes: int
-    room_bytes: int | None
+    ``stays_bytes`` of what is meant for it each device holds itself.
+    """
+
+    held_bytes: int = 0
+    room_bytes: int | None = None
+    stays_bytes: int = 0
 
     @property
     def excess_bytes(self) -> int:
@@ -31,14 +37,21 @@ class OnHost:
 class Places:
     """State of one device by where it lies, and what one device sends for one update.
 
-    ``device_bytes`` is state alone, without activations; ``host_bytes`` counts what a paged
-    optimizer may move too. ``sent_bytes`` are by cause, see ``communication_bytes``.
+    ``device_bytes`` is state alone, without activations; ``host_bytes`` counts the ``paged_bytes``
+    too, which a paged optimizer may move. ``sent_bytes`` are by cause, see
+    ``communication_bytes``.
     """
 
     device_bytes: int
     host_bytes: int
     disk_bytes: int
     sent_bytes: dict[str, int]
+    paged_bytes: int = 0
+
+    def with_staying(self, stays_bytes: int) -> "Places":
+        """The same with so much of what is meant for the host on the device."""
+        device, host = self.device_bytes + stays_bytes, self.host_bytes - stays_bytes
+        return replace(self, device_bytes=device, host_bytes=host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +95,7 @@ def places(case: TrainingCase) -> Places:
     host, disk = kept.beside
     host += _checkpoint_bytes(case) if case.engine == "torch" else 0
     on_host, on_disk = found.host.total_bytes + paged + host, found.disk.total_bytes + disk
-    return Places(found.device.total_bytes, on_host, on_disk, sent)
+    return Places(found.device.total_bytes, on_host, on_disk, sent, paged)
 
 
 def _attention_bytes(case: TrainingCase) -> int:
@@ -114,15 +127,30 @@ def _checkpoint_bytes(case: TrainingCase) -> int:
     return kept * workload.tokens * case.architecture.hidden_size * workload.dtype_bytes
 
 
-def on_host(case: TrainingCase) -> OnHost:
-    """What lies on one host."""
-    held = places(case).host_bytes
+def on_host(case: TrainingCase, spare_bytes: int = 0) -> OnHost:
+    """What lies on one host, where a device leaves ``spare_bytes`` to a paged optimizer's states.
+
+    CUDA moves those as far as a card has no room (managed memory), so that what the host has no
+    room for stays. In a machine of one memory nothing leaves it.
+    """
+    if case.engine == "mlx":
+        return OnHost()
+    found, machine = places(case), case.machine
+    if machine.kind != "discrete":
+        return OnHost(stays_bytes=found.host_bytes)
     together = min(case.machine_devices, case.workload.sharding.devices)
-    known = held and case.machine.host_memory_bytes is not None
-    return OnHost(held * together, case.machine.host_room_bytes if known else None)
+    known = found.host_bytes and machine.host_memory_bytes is not None
+    room = machine.host_room_bytes if known else None
+    lacks = 0 if room is None else found.host_bytes - room // together
+    stays = min(found.paged_bytes, max(0, lacks, spare_bytes))
+    return OnHost((found.host_bytes - stays) * together, room, stays)
 
 
 def _torch_kept(case: TrainingCase) -> _Kept:
+    from uma.engines.schemes import tower_terms
+    from uma.engines.torch_deepspeed import beside_states
+    from uma.engines.torch_model import Model, optimizer_states, trained_elements, weights_bytes
+
     model = Model(case.architecture, case.workload, case.settings)
     trained, found = model.staged(trained_elements(model)), optimizer_states(model)
     full, deepspeed = model.trains_all, case.settings.deepspeed
@@ -141,7 +169,7 @@ def _torch_kept(case: TrainingCase) -> _Kept:
     )
 
 
-def _exchanged(model: Model, trained: int) -> States | None:
+def _exchanged(model: "Model", trained: int) -> States | None:
     """What FSDP's MixedPrecision gathers and reduces in 16 bits of float32 weights.
 
     torch 2.13, ``distributed/fsdp/api.py``: ``reduce_dtype`` is ``param_dtype`` unless given.
@@ -155,12 +183,17 @@ def _exchanged(model: Model, trained: int) -> States | None:
 
 
 def _mlx_kept(case: TrainingCase) -> _Kept:
+    """Of ``mlx_lm.lora``'s step, one graph, gradients die one by one unless they are summed."""
     from uma.engines.mlx_training import optimizer_bytes, trained_arrays
 
-    arrays = trained_arrays(case.architecture, case.workload)
+    workload = case.workload
+    arrays = trained_arrays(case.architecture, workload)
     trained = sum(a.size_bytes for a in arrays)
     assert case.weights is not None
     parameters = case.weights.size_bytes
-    if case.workload.method != "full":
-        parameters += FLOAT32 * adapter_elements(case.architecture, case.workload)
-    return _Kept(States(parameters, trained, optimizer_bytes(case.workload, arrays)))
+    if workload.method != "full":
+        parameters += FLOAT32 * adapter_elements(case.architecture, workload)
+    summed = workload.grad_accumulation_steps > 1 or workload.sharding.zero_stage == 3
+    gradients = trained if summed or case.trainer == "uma" else 0
+    states = States(parameters, gradients, optimizer_bytes(workload, arrays))
+    return _Kept(states, exchanged=States(parameters, trained))

@@ -6,21 +6,15 @@
 
 from dataclasses import replace
 from math import ceil
-from typing import Any, Literal
+from typing import Any
 
 from uma.architecture.layers import Architecture
 from uma.engines.eager import EAGER_BY_DEFAULT
 from uma.engines.torch_model import Settings
 from uma.engines.torch_ops import FLOAT32
-from uma.frozen import dataclass
 from uma.memory.loss import TRANSFORMERS_46, Copies
+from uma.plan.training.stack import Stack, StackName
 from uma.workload import TrainingWorkload
-
-StackName = Literal["trainer", "trainer-2024", "torchtune", "litgpt", "unsloth"]
-Precision = Literal["16-bit", "mixed", "pure"]
-Kernels = Literal["liger", "unsloth"]
-
-OF_TRANSFORMERS = ("trainer", "trainer-2024")
 
 # trainer: transformers 5.24: AdamW in one kernel (training_args.py, default_optim), checkpoints
 #   that are not reentrant (modeling_utils.py, _activation_checkpointing_enable); experts in two
@@ -65,32 +59,6 @@ PROGRAMS: dict[StackName, Settings] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """A program around PyTorch, and what its user chooses.
-
-    ``precision`` is 16-bit weights under autocast, float32 weights under it (``mixed``), or 16 bits
-    without it (``pure``). ``prepare_kbit`` is PEFT's ``prepare_model_for_kbit_training``.
-    ``lora_dropout`` keeps a copy of each adapted input, and ``optimizer_in_backward`` updates a
-    parameter as soon as its gradient is there (torchtune's ``optimizer_in_bwd``).
-    ``fused_kernels`` are those for norms and rotary embeddings, Liger's (``use_liger_kernel``), or
-    Unsloth's and axolotl's, which has them for adapters too. ``variable_lengths`` are batches of
-    ever other sizes.
-    """
-
-    name: StackName = "trainer"
-    precision: Precision = "16-bit"
-    prepare_kbit: bool = False
-    lora_dropout: bool = False
-    optimizer_in_backward: bool = False
-    fused_kernels: Kernels | None = None
-    variable_lengths: bool = False
-
-    @property
-    def is_of_transformers(self) -> bool:
-        return self.name in OF_TRANSFORMERS
-
-
 def settings_for(stack: Stack, workload: TrainingWorkload, architecture: Architecture) -> Settings:
     """The engine's settings of ``workload`` under ``stack``.
 
@@ -111,8 +79,8 @@ def settings_for(stack: Stack, workload: TrainingWorkload, architecture: Archite
     prepares = program.prepare_kbit or stack.prepare_kbit
     adapter_width = FLOAT32 if mixed else program.adapter_width
     fused = program.fused_adapters and not stack.lora_dropout
-    copies = program.copies
-    if stack.name == "unsloth":
+    liger, copies = stack.fused_kernels == "liger", program.copies
+    if stack.name == "unsloth" or liger:  # ops/fused_linear_cross_entropy.py, inc_factor
         copies = Copies(slices=ceil(architecture.vocab_size / architecture.hidden_size))
     return replace(
         program,
@@ -125,6 +93,7 @@ def settings_for(stack: Stack, workload: TrainingWorkload, architecture: Archite
         kernel="eager" if eager else program.kernel,
         dropout=stack.lora_dropout and not full,
         fused_kernels=program.fused_kernels or stack.fused_kernels is not None,
+        fused_gates=liger,
         # Not for DoRA, whose matrices are left to PEFT.
         fused_adapters=(fused or stack.fused_kernels == "unsloth") and workload.method != "dora",
         copies=copies,

@@ -1,11 +1,40 @@
-"""Whether a training fits: freed blocks that an allocator holds are no reason to fail."""
+"""What a training needs, and whether it fits: freed blocks that are held are no reason to fail."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from uma.ledger import Verdict, peak
 from uma.machine import verdict
 from uma.memory.term import MemoryTerm
-from uma.plan.training.case import TrainingCase
+from uma.plan.training.case import TrainingCase, in_short_rows
+from uma.plan.training.places import on_host
+
+
+class Needs:
+    """What one device needs in variants of one case, each computed once."""
+
+    def __init__(self) -> None:
+        self.found: dict[Any, int] = {}
+
+    @staticmethod
+    def key(case: TrainingCase) -> Any:
+        """What the variants of one case differ in."""
+        own, workload = case.trainer == "uma", case.workload
+        asked = in_short_rows(workload, case.architecture) if own else workload
+        return asked, case.weights, case.stack, case.trainer
+
+    def __call__(self, case: TrainingCase) -> int:
+        key = self.key(case)
+        if key not in self.found:
+            self.found[key] = case.needed_bytes() + on_host(case).stays_bytes
+        return self.found[key]
+
+    def fits(self, case: TrainingCase) -> bool:
+        """Within the budget and on the host; whole weights, and the host, cost nothing to see."""
+        weights, sharded = case.weights, case.workload.sharding.zero_stage == 3
+        if weights is not None and not sharded and weights.size_bytes > case.budget_bytes:
+            return False
+        return not on_host(case).excess_bytes and self(case) <= case.budget_bytes
 
 
 def least_bytes(terms: Iterable[MemoryTerm]) -> int:

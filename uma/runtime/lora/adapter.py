@@ -1,8 +1,7 @@
 """Which parameters train: mlx-lm's LoRA and DoRA layers, or whole layers; read and written."""
 
-import errno
 import os
-import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from uma.runtime.forms import leaves, to_float32
 from uma.runtime.load import open_model
 
 Method = Literal["lora", "dora", "full"]
-_FULL = 1 << 20
-"""Bytes that are left of a disk on which no adapter finds room."""
+_PROBE = 1 << 20
+"""Bytes that are tried where MLX could not write."""
 
 _LEAVES = {"lora": {"lora_a", "lora_b"}, "dora": {"lora_a", "lora_b", "m"}}
 
@@ -70,6 +69,7 @@ def put_adapter(model: nn.Module, adapter: Adapter) -> dict[str, mx.array]:
     if not 1 <= layers <= count:
         raise UsageError(f"--num-layers {layers}: the model has {count}; give 1 to {count}, or -1")
     _require_known_widths(model, adapter)
+    _require_dense(model, adapter)
     _require_known_keys(model, model.layers[-layers:], adapter)
     model.freeze()
     if adapter.method == "full":
@@ -83,6 +83,7 @@ def put_adapter(model: nn.Module, adapter: Adapter) -> dict[str, mx.array]:
             raise UnsupportedModel(f"the model cannot take a {adapter.method}: {error}") from None
     trained = dict(tree_flatten(model.trainable_parameters()))
     require_only_adapter(trained, adapter)
+    _require_wide(trained)
     return trained
 
 
@@ -93,6 +94,7 @@ def adapted(folder: Path, adapter: Adapter, *, float32: bool) -> dict[str, mx.ar
         CheckpointError, UnsupportedModel, UsageError: As ``load`` and ``put_adapter`` would.
     """
     model, _ = open_model(folder)
+    _require_dense(model, adapter)
     if float32:
         dense = [(path, to_float32(path, module)) for path, module in leaves(model)]
         model.update_modules(tree_unflatten(dense))
@@ -110,6 +112,25 @@ def require_only_adapter(trained: Mapping[str, mx.array], adapter: Adapter) -> N
     if other:
         raise UnsupportedModel(
             f"{other[0]} would be trained with the adapter, and is no part of it"
+        )
+
+
+def _require_dense(model: nn.Module, adapter: Adapter) -> None:
+    """Integers do not train, and mlx_lm would not load what their float32 copies became."""
+    if adapter.method == "full" and any(hasattr(m, "bits") for _, m in leaves(model)):
+        raise UnsupportedModel(
+            "whole layers of a quantized model do not train; use --fine-tune-type lora or dora, or "
+            "a base in 16 bits"
+        )
+
+
+def _require_wide(trained: Mapping[str, mx.array]) -> None:
+    """In float16 the 1e-8 that Adam divides by at least is 0, and so are squares below 6e-8."""
+    if narrow := [name for name, value in trained.items() if value.dtype == mx.float16]:
+        raise UnsupportedModel(
+            f"{narrow[0]} would train in float16, which the averages of an optimizer do not "
+            "survive; use --fine-tune-type lora or dora, whose adapters are float32, or a base in "
+            "bfloat16 (mlx_lm.convert --dtype bfloat16)"
         )
 
 
@@ -161,9 +182,12 @@ def save_adapter(folder: Path, weights: Mapping[str, mx.array], config: Mapping[
 
 def reason(error: Exception, folder: Path) -> str:
     """Why a file could not be written: MLX does not say (0.32.4, ``io/load.h``, ``FileWriter``)."""
-    with suppress(OSError):
-        if isinstance(error, RuntimeError) and shutil.disk_usage(folder).free < _FULL:
-            return os.strerror(errno.ENOSPC)
+    try:
+        if isinstance(error, RuntimeError):
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(_PROBE))
+    except OSError as found:
+        error = found
     return getattr(error, "strerror", None) or str(error).removeprefix("[write] ").rstrip(".")
 
 

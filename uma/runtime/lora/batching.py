@@ -39,8 +39,8 @@ def targets_of(units: Sequence[Unit]) -> int:
     return sum(e.targets for unit in units for e in unit)
 
 
-def batch_of(units: Sequence[Unit], token_weight: float) -> Batch:
-    """Padded inputs and targets; each supervised target weighs ``token_weight``."""
+def batch_of(units: Sequence[Unit]) -> Batch:
+    """Padded inputs and targets; each supervised target weighs 1."""
     shape = len(units), padded_length(max(map(inputs_of, units)))
     tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     weights, segments = np.zeros(shape, np.float32), np.full(shape, -1, np.int32)
@@ -49,7 +49,7 @@ def batch_of(units: Sequence[Unit], token_weight: float) -> Batch:
         for number, example in enumerate(unit):
             to = at + len(example.tokens) - 1
             tokens[row, at:to], targets[row, at:to] = example.tokens[:-1], example.tokens[1:]
-            weights[row, at:to] = np.array(example.supervised[1:], np.float32) * token_weight
+            weights[row, at:to] = example.supervised[1:]
             segments[row, at:to] = number
             at = to
     packed = any(len(unit) > 1 for unit in units)
@@ -103,9 +103,9 @@ def require_packable(model: nn.Module) -> None:
         for n, length in enumerate((21, 13))
     ]
     apart = mx.concatenate(
-        [hidden_of(model, batch_of([[e]], 1.0))[:, : len(e.tokens) - 1] for e in examples], axis=1
+        [hidden_of(model, batch_of([[e]]))[:, : len(e.tokens) - 1] for e in examples], axis=1
     )
-    together = hidden_of(model, batch_of([examples], 1.0))[:, : apart.shape[1]]
+    together = hidden_of(model, batch_of([examples]))[:, : apart.shape[1]]
     tolerance = PACKING_TOLERANCE[apart.dtype == mx.float32]
     apart, together = apart.astype(mx.float32), together.astype(mx.float32)
     found: Any = (mx.linalg.norm(together - apart) / mx.linalg.norm(apart)).item()

@@ -32,7 +32,7 @@ def score(
     total, tokens = 0.0, 0
     model.eval()
     for done, batch in enumerate(plan, start=1):
-        value: Any = loss_of(model, batch_of([[examples[n]] for n in batch], 1.0)).item()
+        value: Any = loss_of(model, batch_of([[examples[n]] for n in batch])).item()
         total += float(value)
         tokens += sum(examples[n].targets for n in batch)
         progress(done, len(plan))

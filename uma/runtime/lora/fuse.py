@@ -44,8 +44,11 @@ def kept(base: mx.array, adapted: mx.array, fused: mx.array) -> Kept:
     """Compare three logits of the same positions, ``(positions, vocabulary)`` each.
 
     Raises:
-        UsageError: If the adapter changes nothing.
+        UsageError: If the adapter changes nothing, or one of them is not finite.
     """
+    for name, logits in {"model": base, "adapter": adapted, "fused model": fused}.items():
+        if not mx.isfinite(logits).all().item():
+            raise UsageError(f"the {name} gives logits that are not finite: there is no use in it")
     base, adapted, fused = (x - x.mean(axis=-1, keepdims=True) for x in (base, adapted, fused))
     wanted, found = adapted - base, fused - base
     size: Any = mx.square(wanted).sum().item()

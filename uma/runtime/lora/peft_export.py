@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from uma.checkpoint.adapter import CONFIG, WEIGHTS
+from uma.checkpoint.adapter import CONFIG, WEIGHTS, adapter_header
 from uma.errors import CheckpointError, StorageError, UnsupportedModel
 from uma.runtime.lora.peft import (
     PEFT_WEIGHTS,
@@ -29,6 +29,7 @@ def to_peft(folder: Path, model: Any, base_name: str | None) -> tuple[dict[str, 
         UnsupportedModel: If PEFT has no such layer, or the published model names it otherwise.
     """
     try:
+        adapter_header(folder)
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         found: Any = mx.load(str(folder / WEIGHTS))
         kind, settings = config.get("fine_tune_type", "lora"), config["lora_parameters"]

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from uma.checkpoint.adapter import CONFIG
+from uma.checkpoint.safetensors import read_header, weight_files
 from uma.dataset.examples import Example
 from uma.errors import StorageError, UsageError
 from uma.measurement.run_folder import (
@@ -42,13 +43,14 @@ from uma.runtime.lora.train import Course, exhausted, train
 from uma.runtime.measure import PhaseMeter
 from uma.runtime.versions import versions
 
-FREE = {
-    *("iters", "steps_per_report", "steps_per_eval", "val_batches", "save_every", "patience"),
-}
-"""Of the course what a resumed run may change: it does not change what was trained."""
+FREE = {"iters", "steps_per_report", "steps_per_eval", "save_every", "patience"}
+"""Of the course what a resumed run may change: what was trained and its losses stay comparable."""
 
 ROUNDING = {"pass_tokens", "row_tokens", "loss_rows", "attention_slice_bytes"}
 """What changes the order of sums, and what dropout draws, and nothing else."""
+
+PIECE = 4096
+"""Bytes of a tensor by which a base is known again."""
 
 Ending = Literal["done", "stopped", "abandoned", "patience"]
 Stop = Literal["", "stopped", "abandoned"]
@@ -96,7 +98,7 @@ class Held:
 
     @property
     def peak_bytes(self) -> int:
-        return max(self.peaks.values(), default=self.resting_bytes)
+        return max(self.resting_bytes, *self.peaks.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +230,7 @@ def _trained(
     resting = mx.get_active_memory() - _optimizer_bytes(optimizer)
     try:
         train(model, optimizer, examples, validation, course, progress, keeper)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         with suppress(StorageError):
             append(keeper.folder, failed(error))
         raise
@@ -306,6 +308,12 @@ def _resumed(keeper: _Keeper) -> tuple[Progress, list[str]]:
             f"not bit for bit what an unbroken run would give: {'; '.join(moved)} (same settings, "
             "other arithmetic)"
         )
+    course = keeper.recipe.course
+    if over := state.progress.iteration % course.grad_accumulation_steps:
+        notes.append(
+            f"not what an unbroken run of {course.iters:,} iterations would give: the last update "
+            f"was made of {over} batches instead of {course.grad_accumulation_steps}"
+        )
     return state.progress, notes
 
 
@@ -329,10 +337,14 @@ def _adapter_config(loaded: LoadedModel, recipe: Recipe) -> dict[str, Any]:
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of a model's configuration and of the beginning of each of its weight files."""
-    digest = hashlib.sha256()
-    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
-        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+    """A hash of a model's configuration and of the end of each of its tensors."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in weight_files(folder):
+        header = read_header(path)
         with path.open("rb") as file:
-            digest.update(file.read(1 << 20))
+            for tensor in header.tensors:
+                digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}".encode())
+                size = min(PIECE, tensor.size_bytes)
+                file.seek(header.data_offset + tensor.end - size)
+                digest.update(file.read(size))
     return digest.hexdigest()[:16]

@@ -21,9 +21,8 @@ from uma.runtime.lora.tape import Gradients, Tape
 class Batch:
     """Token ids, the ids to predict and the weight of each, all ``(rows, length)``.
 
-    The loss is the sum of weights times cross-entropies: for the mean over an effective batch of
-    several micro-batches, each weight is one over the supervised tokens of them all. With
-    ``segments`` a row holds several examples, each blind to the others: a number for each position.
+    The loss is the sum of weights times cross-entropies. With ``segments`` a row holds several
+    examples, each blind to the others: a number for each position.
     """
 
     tokens: np.ndarray

@@ -93,7 +93,8 @@ def train(
     """Train from ``progress.iteration`` to ``course.iters``, or until the loss no longer falls.
 
     It is saved after updates, at least every ``save_every`` iterations, at the end, and when
-    ``keeper.stopped()``. Validation runs before the first update, then every ``steps_per_eval``.
+    ``keeper.stopped()``. Validation runs before the first update, then every ``steps_per_eval``;
+    one that was stopped is made when it goes on.
 
     Raises:
         Diverged: If a loss or gradient is not finite; the update is not made.
@@ -103,21 +104,20 @@ def train(
         require_packable(model)
     batches = Batches(units_of(examples, course.pack_tokens), course.batch_size, course.seed)
     window = _Window()
-    halted = bool(keeper.stopped())
-    if not progress.iteration and validation and not halted:
+    if validation and not (progress.iteration or keeper.stopped()):
         _try_step(model, batches.units)
-        _validate(model, validation, course, progress, keeper)
+    _validate(model, validation, course, progress, keeper)
+    halted = bool(keeper.stopped())
     while progress.iteration < course.iters and not (halted or exhausted(course, progress)):
         before = progress.iteration
         _step(model, optimizer, batches, course, progress, window, keeper.phase)
-        halted = bool(keeper.stopped())
         done = progress.iteration == course.iters
         if done or _passed(before, progress.iteration, course.steps_per_report):
             progress.train_loss = window.loss
             keeper.report(window.event(progress, optimizer))
             window = _Window()
-        if validation and (done or _passed(before, progress.iteration, course.steps_per_eval)):
-            _validate(model, validation, course, progress, keeper)
+        _validate(model, validation, course, progress, keeper)
+        halted = bool(keeper.stopped())
         done = done or halted or exhausted(course, progress)
         if done or _passed(before, progress.iteration, course.save_every):
             keeper.phase("save")
@@ -133,7 +133,7 @@ def _try_step(model: nn.Module, units: Sequence[Unit]) -> None:
     """
     model.train()
     with at_random_state(random_state()):
-        loss_and_gradients(model, batch_of([min(units, key=inputs_of)], 1.0))
+        loss_and_gradients(model, batch_of([min(units, key=inputs_of)]))
 
 
 def exhausted(course: Course, progress: Progress) -> bool:
@@ -156,7 +156,11 @@ def _step(
     group = [batches[n] for n in range(first, first + count)]
     started = time.perf_counter()
     model.train()
-    loss, gradients = _accumulated(model, group, first, course, phase)
+    try:
+        loss, gradients = _accumulated(model, group, first, course, phase)
+    except Diverged:  # of the update before, perhaps, and not of this batch
+        _require_finite_adapter(model, optimizer, first)
+        raise
     phase("optimizer")
     _update(model, optimizer, gradients, course.max_grad_norm)
     tokens = sum(map(targets_of, group))
@@ -176,14 +180,18 @@ def _accumulated(
     course: Course,
     phase: Callable[[str], None],
 ) -> tuple[float, Gradients]:
-    """Loss and gradients of one update, the mean over all its supervised tokens."""
-    weight = 1 / sum(map(targets_of, group))
+    """Loss and gradients of one update, the mean over all its supervised tokens.
+
+    Each token goes back with a weight of 1, and the mean is taken at the end: of a mean from the
+    start, float16 would lose much of what comes back through the layers.
+    """
+    tokens = sum(map(targets_of, group))
     total, gradients = 0.0, Gradients()
     for n, batch in enumerate(group, start=first + 1):
         for part in passes_of(batch, course.pass_tokens, course.row_tokens):
             loss, found = loss_and_gradients(
                 model,
-                batch_of(part, weight),
+                batch_of(part),
                 loss_rows=course.loss_rows,
                 attention_slice_bytes=course.attention_slice_bytes,
                 phase=phase,
@@ -194,7 +202,7 @@ def _accumulated(
                 found = {name: gradients[name] + value for name, value in found.items()}
                 mx.eval(found)
             gradients = found
-    return total, gradients
+    return total / tokens, {name: value / tokens for name, value in gradients.items()}
 
 
 def _number(value: mx.array) -> float:
@@ -248,16 +256,22 @@ def validation_loss(
     batch_size: int,
     max_batches: int = -1,
     pass_tokens: int | None = None,
-) -> float:
-    """The mean loss of a supervised token, over the first batches of like length."""
+    stopped: Callable[[], Any] = lambda: False,
+) -> float | None:
+    """The mean loss of a supervised token, over the first batches of like length.
+
+    ``None`` where it was ``stopped`` before the end.
+    """
     lengths = [len(e.tokens) - 1 for e in examples]
     plan = batch_plan(lengths, batch_size, seed=0, epoch=0)
     total, tokens = 0.0, 0
     model.eval()
     for batch in plan[: None if max_batches < 0 else max_batches]:
+        if stopped():
+            return None
         chosen = [[examples[n]] for n in batch]
         for part in passes_of(chosen, pass_tokens):
-            total += _number(loss_of(model, batch_of(part, 1.0)))
+            total += _number(loss_of(model, batch_of(part)))
         tokens += targets_of(chosen)
     return total / tokens if tokens else math.nan
 
@@ -269,17 +283,21 @@ def _validate(
     progress: Progress,
     keeper: Keeper,
 ) -> None:
+    """Validate where that is due, unless it is asked to leave."""
+    if not validation or not _due(progress, course):
+        return
     started = time.perf_counter()
     keeper.phase("validation")
-    loss = validation_loss(
-        model, validation, course.batch_size, course.val_batches, course.pass_tokens
-    )
+    rows = course.batch_size, course.val_batches, course.pass_tokens
+    loss = validation_loss(model, validation, *rows, keeper.stopped)
+    if loss is None:
+        return
     if not math.isfinite(loss):
         raise Diverged(
             f"the validation loss is {loss} after iteration {progress.iteration}; what was saved "
             "before is as it was; lower --learning-rate, or look at valid.jsonl"
         )
-    progress.val_loss = loss
+    progress.val_loss, progress.validated = loss, progress.iteration
     if progress.best_val_loss is None or loss < progress.best_val_loss:
         progress.best_val_loss, progress.best_iteration = loss, progress.iteration
         progress.worse = 0
@@ -297,6 +315,13 @@ def _validate(
             "seconds": time.perf_counter() - started,
         }
     )
+
+
+def _due(progress: Progress, course: Course) -> bool:
+    last, now = progress.validated, progress.iteration
+    if last is None:
+        return True
+    return last != now and (now == course.iters or _passed(last, now, course.steps_per_eval))
 
 
 @dataclass(slots=True)

@@ -1,0 +1,119 @@
+"""What ``uma estimate --train`` says would make a training fit."""
+
+import json
+from typing import Any
+
+import pytest
+
+from uma.cli import main
+
+CHECKPOINTED = ["--batch-size", "1", "--grad-checkpoint"]
+OFFLOADED = ["--zero-stage", "3", "--offload-optimizer", "host", "--offload-parameters", "host"]
+
+
+def estimated(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    main(["estimate", *arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def advised(capsys: Any, *arguments: str) -> dict[str, tuple[str, ...]]:
+    """The measures, which make it fit, and do as options of the same command."""
+    found = estimated(capsys, *arguments)
+    assert found["measures_suffice"]
+    taken = [word for one in found["measures"] for word in one["options"]]
+    assert estimated(capsys, *arguments, *taken)["verdict"] == "fits"
+    return {one["name"]: tuple(one["options"]) for one in found["measures"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "machine"), [("llama-3-8b", "rtx-4090"), ("qwen3-4b", "mac-mini-m4-16")]
+)
+def test_nothing_is_advised_that_shorter_rows_do_without(
+    model: str, machine: str, capsys: Any
+) -> None:
+    words = ["--train", "lora", "--machine", machine, "--batch-size", "1"]
+    arguments = [model, *words, "--max-seq-length", "131072"]
+    found = advised(capsys, *arguments)
+    assert "shorter rows" in found
+    for left_out in found:
+        rest = [word for name, options in found.items() if name != left_out for word in options]
+        assert estimated(capsys, *arguments, *rest)["verdict"] != "fits", left_out
+
+
+def test_what_did_not_help_at_first_is_asked_again(capsys: Any) -> None:
+    """The backward pass of a layer's experts needs most, until rows are short."""
+    words = ["--train", "lora", "--machine", "rtx-4090", "--host-ram", "64GB", *CHECKPOINTED]
+    found = estimated(capsys, "deepseek-v3", *words, *OFFLOADED, "--max-seq-length", "512")
+    names = [measure["name"] for measure in found["measures"]]
+    assert names[-2:] == ["shorter rows", "loss in slices"]
+
+
+def test_an_8_bit_optimizer_gives_way_to_what_it_does_not_go_with(capsys: Any) -> None:
+    """bitsandbytes' states neither shard under FSDP nor lie on a host."""
+    full = ["llama-3-8b", "--train", "full", "--optimizer", "adamw", *CHECKPOINTED]
+    assert advised(capsys, *full, "--machine", "8xrtx-4090") == {
+        "sharding": ("--devices", "8", "--fsdp", "full")
+    }
+    host = advised(capsys, *full, "--machine", "rtx-4090", "--host-ram", "256GB")
+    assert "optimizer on the host" in host
+    assert "8-bit optimizer" not in host
+    sharded = ["--devices", "8", "--fsdp", "full", "--machine", "8xh100"]
+    large = estimated(capsys, "llama-3-70b", *full[1:], *sharded)
+    assert large["verdict"] != "fits"
+    assert "8-bit optimizer" not in [measure["name"] for measure in large["measures"]]
+
+
+def test_cards_that_stand_idle_join_the_users_own_sharding(capsys: Any) -> None:
+    words = ["--train", "lora", "--machine", "2xrtx-4090", "--quant", "nf4-double", *CHECKPOINTED]
+    words += ["--zero-stage", "2", "--offload-optimizer", "host", "--host-ram", "2TB"]
+    found = advised(capsys, "deepseek-v2-lite", *words, "--max-seq-length", "128", "--rank", "64")
+    assert found == {"sharding": ("--devices", "2", "--zero-stage", "3")}
+
+
+def test_parameters_go_to_the_disk_where_the_host_is_too_small(capsys: Any) -> None:
+    words = ["--train", "lora", "--machine", "8xh100", "--host-ram", "1TB", "--devices", "8"]
+    arguments = ["deepseek-v3", *words, *OFFLOADED, *CHECKPOINTED]
+    assert list(advised(capsys, *arguments)) == ["optimizer and parameters on the disk"]
+    (measure,) = estimated(capsys, *arguments)["measures"]
+    assert measure["saves_bytes"] == 0
+    assert measure["host_saves_bytes"] > 1200 << 30
+    main(["estimate", *arguments])
+    assert "saves 1,242.42 GiB on the host" in capsys.readouterr().out
+
+
+def test_a_base_that_has_no_room_on_the_host_goes_to_its_disk_at_once(capsys: Any) -> None:
+    words = ["--train", "lora", "--machine", "rtx-4090", "--host-ram", "64GB", "--batch-size", "1"]
+    assert "optimizer and parameters on the disk" in advised(capsys, "llama-3-70b", *words)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "advice"),
+    [
+        (
+            "llama-3-8b",
+            ["--machine", "mac-mini-m4-16", "--bits", "8", "--trainer", "uma"],
+            ("--bits", "4"),
+        ),
+        (
+            "phi-4",
+            ["--machine", "rtx-4060-ti-16gb", "--quant", "int8", *CHECKPOINTED],
+            ("--quant", "nf4"),
+        ),
+        (
+            "phi-4",
+            ["--machine", "rtx-3060", "--quant", "nf4", *CHECKPOINTED, "--loss", "sliced"],
+            ("--quant", "nf4-double"),
+        ),
+    ],
+)
+def test_a_base_in_few_bits_is_advised_fewer(
+    model: str, arguments: list[str], advice: tuple[str, ...], capsys: Any
+) -> None:
+    options = advised(capsys, model, "--train", "lora", *arguments)
+    assert advice in options.values()
+
+
+def test_paged_states_are_advised_in_8_bits(capsys: Any) -> None:
+    words = ["--train", "full", "--machine", "dgx-spark", "--optimizer", "paged-adamw"]
+    found = advised(capsys, "phi-4", *words, *CHECKPOINTED)
+    assert found == {"8-bit optimizer": ("--optimizer", "paged-adamw-8bit")}
