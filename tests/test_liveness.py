@@ -10,8 +10,8 @@ from uma.memory.liveness import (
     MAX_WIDTH,
     Graph,
     Operation,
+    evaluation,
     evaluation_order,
-    peak,
 )
 from uma.memory.timeline import DISPATCHES_PER_TASK
 
@@ -28,8 +28,7 @@ def chain(*names: str, held: bool = True) -> Graph:
 
 
 def most(graph: Graph, tasks_ahead: int = 0, dispatched: int = 0) -> int:
-    order = evaluation_order(graph)
-    return peak(graph, order, tasks_ahead=tasks_ahead, dispatched=dispatched).size_bytes
+    return evaluation(graph, evaluation_order(graph), "cpu").run(tasks_ahead, dispatched).peak
 
 
 def test_an_elementwise_operation_overwrites_a_dying_input() -> None:

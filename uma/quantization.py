@@ -11,6 +11,7 @@ from uma.errors import CheckpointError, UnsupportedModel, UsageError
 from uma.frozen import dataclass
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
+FLOAT32 = DTYPE_BYTES["float32"]
 
 # Per mode: the default (group_size, bits), then every width and group size that it allows.
 # mlx 0.32.4, nn/layers/quantized.py, _defaults_for_mode; mlx/ops.cpp, affine_quantize, fp_quantize.

@@ -198,5 +198,5 @@ def _held_bytes(row: Row, case: Case, terms: Sequence[MemoryTerm]) -> int:
     if row["outcome"] != "ok" or not card:
         return found
     pool = sum(t.size_bytes for t in terms if t.name == "buffer_pool")
-    beside = 0 if case.workload.mem_kind == "device" else case.settings.cuda_context_bytes
+    beside = 0 if case.workload.mem_kind == "device" else CUDA_CONTEXT
     return max(found - pool, min(found, card - beside))

@@ -14,6 +14,7 @@ from uma.engines.llama_cpp_cache import attentions, cache_type, cells, kv_cache_
 from uma.engines.llama_cpp_weights import device_weight_bytes, formats, mix_named, weight_bytes
 from uma.errors import UsageError
 from uma.memory.term import Basis, MemoryTerm, TermName
+from uma.quantization import FLOAT32
 from uma.units import MIB
 from uma.workload import Inference
 
@@ -27,7 +28,6 @@ __all__ = [
     "weights_term",
 ]
 
-FLOAT32 = 4
 ALL_LAYERS = -1
 
 

@@ -16,7 +16,6 @@ from uma.architecture.layers import (
 from uma.engines.mlx_phases import STEPS_IN_FLIGHT, Generation, Moment, Shared, chunks
 from uma.engines.mlx_within import decode_within, prefill_within
 from uma.memory.activations import (
-    FLOAT32,
     Call,
     attended_tokens,
     kv_widths,
@@ -25,6 +24,7 @@ from uma.memory.activations import (
 )
 from uma.memory.metal_activations import is_fused
 from uma.memory.term import MemoryTerm, Phase
+from uma.quantization import FLOAT32
 from uma.workload import Backend, Inference
 
 SAMPLING_ARRAYS = 4  # sample_utils.py, top-p: order, sorted and summed probabilities, restored

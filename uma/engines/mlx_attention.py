@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from uma.frozen import dataclass
 from uma.memory.mlx_program import Program, Value
+from uma.quantization import FLOAT32
 from uma.workload import Backend
 
 if TYPE_CHECKING:
     from uma.engines.mlx_layers import LayerProgram
 
-FLOAT32 = 4
 MASKED_QUERIES = 64  # uma/runtime/lora/attention.py
 LEAST_QUERIES = 16
 LAID_OUT = 6  # slices of one attention at most

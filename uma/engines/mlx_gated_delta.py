@@ -68,14 +68,14 @@ def of_all_tokens(
     """The rule over ``sequences``: queries, keys, values, decays, rates; ``state`` of all rows."""
     q, _, v = sequences[:3]
     rows, length, heads, wide = v.shape
-    late, keys, values = (max(0, round(each * length + more)) for each, more in alive)
-    late //= 2 * STATES
+    _, keys, values = (max(0, round(each * length + more)) for each, more in alive)
     space = rows * length * heads * (keys * state[-1] * q.width + values * wide * v.width)
     kept: list[Value] = []
+    for shape in _states(FIRST, length, state):  # so that a first layer has no sizes of its own
+        p.value(shape, FLOAT32)
 
     def forward() -> Value:
-        for count in (length - late, late):
-            shape = STATES * count, prod(state)
+        for shape in _states(alive, length, state):
             kept.append(p.op("Scan", sequences, shape, FLOAT32, opaque=True))
         return p.op("Scan", kept[-2:], v.shape, v.width, opaque=True)
 
@@ -91,6 +91,13 @@ def of_all_tokens(
         ]
 
     return p.custom(forward, backward, sequences)
+
+
+def _states(alive: Alive, length: int, state: Sequence[int]) -> list[tuple[int, int]]:
+    """Shapes of the states that are free before slices need most, and of those that are not."""
+    each, more = alive.states
+    late = max(0, round(each * length + more)) // (2 * STATES)
+    return [(STATES * count, prod(state)) for count in (length - late, late)]
 
 
 def _awaited(p: Program, x: Value) -> Value:

@@ -18,7 +18,6 @@ from uma.architecture.layers import (
     Parameter,
 )
 from uma.engines.mlx_attention import (
-    FLOAT32,
     SlicedAttention,
     causal_mask,
     fused_attention,
@@ -30,6 +29,7 @@ from uma.engines.mlx_attention import (
 from uma.engines.mlx_roles import ROLES, module_order, place_of
 from uma.memory.adapters import Adapter, layer_adapters
 from uma.memory.mlx_program import Program, Value
+from uma.quantization import FLOAT32
 from uma.workload import Backend, TrainingWorkload
 
 SIGMOID_GATES = ("deepseek_v3", "deepseek_v32", "glm4_moe", "kimi", "bailing", "dots1", "minimax")

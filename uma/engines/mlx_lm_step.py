@@ -6,11 +6,12 @@
 from collections.abc import Collection, Sequence
 
 from uma.architecture.layers import Architecture
-from uma.engines.mlx_attention import FLOAT32, rms_norm
+from uma.engines.mlx_attention import rms_norm
 from uma.engines.mlx_compiled_update import updated
 from uma.engines.mlx_layers import LayerProgram
 from uma.memory.adapters import trained_layers
 from uma.memory.mlx_program import Program, Value
+from uma.quantization import FLOAT32
 from uma.workload import Backend, TrainingWorkload
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 
 from uma.architecture.layers import Architecture, Attention, LatentAttention, Layer
 from uma.dataset.batches import padded_length
-from uma.engines.mlx_attention import FLOAT32, rms_norm
+from uma.engines.mlx_attention import rms_norm
 from uma.engines.mlx_layers import LayerProgram
 from uma.engines.mlx_training import optimizer_bytes, trained_arrays
 from uma.engines.mlx_updates import update_8bit_bytes, update_program
@@ -17,6 +17,7 @@ from uma.memory.adapters import trained_layers
 from uma.memory.mlx_program import Program, Value
 from uma.memory.mlx_sample import Sample
 from uma.memory.term import MemoryTerm, Phase, TermName
+from uma.quantization import FLOAT32
 from uma.workload import Backend, TrainingWorkload
 
 LOSS_SLICE_BYTES = 64 << 20  # uma/runtime/lora/loss.py, SLICE_BYTES

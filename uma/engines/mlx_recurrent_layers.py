@@ -1,8 +1,8 @@
 """Recurrent layers of ``mlx_lm.models`` as MLX's operations (mlx-lm 0.32.2), as far as laid out.
 
 Mamba-2 (``ssm.py``) is laid out by chunks, a few for many, or by two where our own trainer runs it
-in its own; the gated delta rule (``gated_delta.py``) by one chunk, or by the arrays alive of all its
-tokens. Other recurrences keep states of each token.
+in its own; the gated delta rule (``gated_delta.py``) by one chunk, or by the arrays alive of all
+its tokens. Other recurrences keep states of each token.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from functools import partial
 
 from uma.architecture.layers import Architecture, Layer, Parameter
 from uma.engines import mlx_lm_step
-from uma.engines.mlx_attention import FLOAT32
 from uma.engines.mlx_gated_delta import is_ruled, summed_together
 from uma.frozen import dataclass
 from uma.memory.adapters import mlx_adapters, trained_layers
@@ -21,7 +20,7 @@ from uma.memory.mlx_program import Program, Value
 from uma.memory.mlx_sample import LayOut, Sample
 from uma.memory.optimizer_states import mlx_states
 from uma.memory.term import MemoryTerm
-from uma.quantization import DTYPE_BYTES
+from uma.quantization import DTYPE_BYTES, FLOAT32
 from uma.workload import Backend, TrainingWorkload
 
 ALL_REDUCE_BYTES = 32 << 20  # nn/utils.py, average_gradients: gradients joined for one message

@@ -6,11 +6,12 @@ from math import ceil
 from uma.engines.torch_deepspeed import first_gradient_terms
 from uma.engines.torch_layers import Batch
 from uma.engines.torch_model import COPIED, Model
-from uma.engines.torch_ops import FLOAT32, AttentionKernel, LayerSettings, Linear, Linears
+from uma.engines.torch_ops import AttentionKernel, LayerSettings, Linear, Linears
 from uma.engines.torch_roles import ALL, roles_of
 from uma.engines.torch_step import StepPeaks, StepSettings, step_peaks
 from uma.memory.adapters import is_target
 from uma.memory.loss import Copies
+from uma.quantization import FLOAT32
 
 # Models with a bound for their logits, and for attention's scores (transformers 5.24,
 # configuration_gemma2.py, configuration_gemma3n.py; the published configurations of Gemma 4).

@@ -7,8 +7,8 @@ are accumulated in the width of the weights (``runtime/engine.py``, ``get_data_t
 from math import ceil, prod
 
 from uma.engines.torch_model import Model, trained_elements
-from uma.engines.torch_ops import FLOAT32
 from uma.memory.term import MemoryTerm, Phase
+from uma.quantization import FLOAT32
 
 BUCKET = 500_000_000  # elements, ``reduce_bucket_size``
 SUB_GROUP = 1_000_000_000  # elements of a device's part, ``sub_group_size``

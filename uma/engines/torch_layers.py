@@ -13,9 +13,10 @@ from uma.architecture.layers import (
     Layer,
     Recurrent,
 )
-from uma.engines.torch_ops import FLOAT32, Program
+from uma.engines.torch_ops import Program
 from uma.frozen import dataclass
 from uma.memory.autograd import Buffer, Tensor
+from uma.quantization import FLOAT32
 
 MAX_EXPERTS = 8  # are laid out one by one; of more, so many groups: more change moments little
 EXPERT_GROUPS = 3

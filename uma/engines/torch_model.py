@@ -12,12 +12,12 @@ from math import ceil, prod
 
 from uma.architecture.layers import Architecture, Layer, Parameter
 from uma.engines import schemes
-from uma.engines.cuda import CUBLAS_WORKSPACE, CUDA_CONTEXT
-from uma.engines.torch_ops import FLOAT32, AttentionKernel
+from uma.engines.torch_ops import AttentionKernel
 from uma.frozen import dataclass
 from uma.memory.adapters import Adapter, adapters, layer_adapters, trained_layers
 from uma.memory.loss import TRANSFORMERS, Copies
 from uma.memory.optimizer_states import States, torch_states
+from uma.quantization import FLOAT32
 from uma.workload import TrainingWorkload
 
 # Formats whose matrices are multiplied as a 16-bit copy; GPTQ's and AWQ's kernels read them packed,
@@ -39,18 +39,20 @@ class Settings:
     ``expert_modules`` are experts of a layer each, as before transformers 5: bitsandbytes and
     PEFT's ``all-linear`` leave out stacked ones (transformers, ``integrations/bitsandbytes.py``,
     ``replace_with_bnb_linear``; peft 0.21, ``tuners/tuners_utils.py``,
-    ``_maybe_include_all_linear_layers``). ``fsdp_hooks`` is FSDP 1, see
-    ``StepSettings.keeps_inputs``. ``deepspeed`` is ``torch_deepspeed``'s copies and buffers.
-    ``offloads_inputs`` is Unsloth's checkpointing, ``modules_to_save`` are trained
-    copies of embeddings and head, ``empties_cache`` a program that calls ``empty_cache``;
-    ``whole_at_load`` one that makes the whole model on each device before it is sharded.
-    ``keeps_quantized_inputs`` and ``holds_last_graph`` are ``Linear.keeps_input`` and
-    ``StepSettings.holds_last_graph``. ``variable_lengths`` are batches of ever other sizes, whose
-    blocks torch's allocator cannot use again. ``sorted_experts`` is
-    ``LayerSettings.sorted_experts``; ``expert_devices`` have a part of the experts each that FSDP
-    leaves alone. ``mixes_frozen`` is FSDP 1 with frozen and trained parameters in one unit, where
-    all of them get gradients (torch 2.4, ``distributed/fsdp/wrap.py``,
-    ``_validate_frozen_params``). ``splits_root`` makes units of embeddings and head.
+    ``_maybe_include_all_linear_layers``). ``sorted_experts`` is ``LayerSettings.sorted_experts``.
+    ``fsdp_hooks`` is FSDP 1, see ``StepSettings.keeps_inputs``; ``mixes_frozen`` is that with
+    frozen and trained parameters in one unit, where all of them get gradients (torch 2.4,
+    ``distributed/fsdp/wrap.py``, ``_validate_frozen_params``). ``deepspeed`` is
+    ``torch_deepspeed``'s copies and buffers. ``offloads_inputs`` is Unsloth's checkpointing,
+    ``holds_last_graph`` is ``StepSettings.holds_last_graph``. ``variable_lengths`` are batches of
+    ever other sizes, whose blocks torch's allocator cannot use again.
+
+    No option asks for the others, from ``repeats_kv`` on: they are of old versions and of single
+    programs that were measured (``scripts/scoring``). ``keeps_quantized_inputs`` is
+    ``Linear.keeps_input``, ``modules_to_save`` are trained copies of embeddings and head,
+    ``empties_cache`` a program that calls ``empty_cache``, ``whole_at_load`` one that makes the
+    whole model on each device before it is sharded. ``expert_devices`` have a part of the experts
+    each that FSDP leaves alone. ``splits_root`` makes units of embeddings and head.
     ``quantizes_whole`` is torchao 0.1: ``quantizing_bytes``.
     """
 
@@ -67,25 +69,24 @@ class Settings:
     foreach: bool = True
     reentrant: bool = True
     copies: Copies = TRANSFORMERS
-    repeats_kv: bool = False
     expert_modules: bool = True
+    sorted_experts: bool = False
     fsdp_hooks: bool = True
-    optimizer_in_backward: bool = False
-    selective: bool = False
+    mixes_frozen: bool = False
     deepspeed: bool = False
     offloads_inputs: bool = False
     inputs_need_gradients: bool = True
-    modules_to_save: bool = False
-    whole_at_load: bool = False
-    cublas_workspace_bytes: int = CUBLAS_WORKSPACE
-    cuda_context_bytes: int = CUDA_CONTEXT
-    empties_cache: bool = False
-    keeps_quantized_inputs: bool = False
+    optimizer_in_backward: bool = False
     holds_last_graph: bool = False
     variable_lengths: bool = False
-    sorted_experts: bool = False
+
+    repeats_kv: bool = False
+    keeps_quantized_inputs: bool = False
+    selective: bool = False
+    modules_to_save: bool = False
+    empties_cache: bool = False
+    whole_at_load: bool = False
     expert_devices: int = 0
-    mixes_frozen: bool = False
     splits_root: bool = False
     quantizes_whole: bool = False
 

@@ -10,8 +10,7 @@ from typing import Literal
 
 from uma.frozen import dataclass
 from uma.memory.autograd import Backward, Buffer, Graph, Tensor
-
-FLOAT32 = 4
+from uma.quantization import FLOAT32
 
 AttentionKernel = Literal["flash", "efficient", "eager"]
 

@@ -9,6 +9,7 @@ from math import ceil, prod
 
 from uma.architecture.layers import Architecture
 from uma.engines import schemes
+from uma.engines.cuda import CUBLAS_WORKSPACE, CUDA_CONTEXT
 from uma.engines.torch_asked import (
     adds_gradients,
     batch_of,
@@ -27,11 +28,11 @@ from uma.engines.torch_model import (
     trained_elements,
     weights_bytes,
 )
-from uma.engines.torch_ops import FLOAT32
 from uma.engines.torch_step import validation_bytes
 from uma.ledger import phase_totals
 from uma.memory.optimizer_states import adafactor_temporary_bytes, step_temporary_bytes
 from uma.memory.term import MemoryTerm
+from uma.quantization import FLOAT32
 from uma.workload import TrainingWorkload
 
 # What torch's allocator holds of freed blocks: a share of all that is not there from the start, and
@@ -120,9 +121,8 @@ def _device_terms(
     slack = 0 if settings.empties_cache else _slack_bytes(workload, settings, terms)
     found = [MemoryTerm("buffer_pool", slack, "fitted", "scripts/fit_training.py")]
     if workload.mem_kind == "device":
-        context = settings.cuda_context_bytes
         source = "vLLM's logs of non-torch memory"
-        found.append(MemoryTerm("runtime_context", context, "fitted", source))
+        found.append(MemoryTerm("runtime_context", CUDA_CONTEXT, "fitted", source))
     return found
 
 
@@ -176,7 +176,7 @@ def _state_terms(model: Model) -> list[MemoryTerm]:
         terms.append(_bucket_term(model))
     if settings.modules_to_save:
         terms.append(_saved_modules_term(model))
-    terms.append(MemoryTerm("other", settings.cublas_workspace_bytes, "exact", "cuBLAS workspace"))
+    terms.append(MemoryTerm("other", CUBLAS_WORKSPACE, "exact", "cuBLAS workspace"))
     return terms
 
 

@@ -22,11 +22,11 @@ from uma.architecture.layers import (
 )
 from uma.frozen import dataclass
 from uma.memory.kv_cache import STEP
+from uma.quantization import FLOAT32
 
 SINK_SCORES = 3  # scores, scores with the sink's column, and the copy without it again
 PAIRS = 3  # a product, its factor, and one that a busy machine frees late (1 run in 10)
 SSM_STEP = 256  # mlx-lm, ssm.py, ssm_attn: tokens of a block whose pairs are materialised
-FLOAT32 = 4
 BOOL = 1
 
 # Recurrent layers that mlx-lm steps token by token from Python, so that the graph holds a state

@@ -9,8 +9,9 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
+from uma.quantization import FLOAT32
+
 Shape = tuple[int, ...]
-FLOAT32 = 4
 
 
 class Layout(NamedTuple):

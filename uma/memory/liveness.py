@@ -75,23 +75,6 @@ class Peak:
     num_operations: int
 
 
-def peak(
-    graph: Graph,
-    order: Sequence[Operation],
-    backend: Backend = "cpu",
-    *,
-    tasks_ahead: int = 0,
-    dispatched: int = 0,
-) -> Peak:
-    """Evaluate ``graph`` on paper, in the ``order`` that ``evaluation_order`` found.
-
-    ``tasks_ahead`` is the number of tasks that may be waiting on the device: 0 under a memory
-    limit that is always exceeded, ``MAX_ACTIVE_TASKS`` where evaluation runs freely.
-    ``dispatched`` is what the CPU's encoder has counted of its first task already.
-    """
-    return evaluation(graph, order, backend).peak(graph, tasks_ahead, dispatched)
-
-
 class Evaluation(NamedTuple):
     """A timeline with the sizes of one case; ``sources`` are the bytes of those in use."""
 
@@ -104,7 +87,12 @@ class Evaluation(NamedTuple):
         return self.timeline.run(self.kinds, self.sources, self.backend, tasks_ahead, dispatched)
 
     def peak(self, graph: Graph, tasks_ahead: int = 0, dispatched: int = 0) -> Peak:
-        """That of ``graph``, which this is the evaluation of."""
+        """That of ``graph``, which this is the evaluation of.
+
+        ``tasks_ahead`` is the number of tasks that may be waiting on the device: 0 under a memory
+        limit that is always exceeded, ``MAX_ACTIVE_TASKS`` where evaluation runs freely.
+        ``dispatched`` is what the CPU's encoder has counted of its first task already.
+        """
         run, slots = self.run(tasks_ahead, dispatched), self.timeline.slots
         buffers = {i: run.slots[slots[i]] for i in graph.held if i in slots}
         roots = sum(graph.arrays[i].nbytes for i in set(graph.roots))

@@ -5,8 +5,7 @@ A logit is one of ``vocab_size`` numbers a token; widths are bytes an element.
 
 from uma.frozen import dataclass
 from uma.memory.autograd import Buffer, Memory
-
-FLOAT32 = 4
+from uma.quantization import FLOAT32
 
 
 @dataclass(frozen=True, slots=True)

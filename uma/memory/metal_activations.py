@@ -28,7 +28,6 @@ from uma.architecture.layers import (
     Recurrent,
 )
 from uma.memory.activations import (
-    FLOAT32,
     STEPPED,
     Call,
     Transient,
@@ -40,6 +39,7 @@ from uma.memory.activations import (
     query_width,
 )
 from uma.memory.metal_mamba2 import mamba2
+from uma.quantization import FLOAT32
 
 IN_FLIGHT = 11  # command buffers: transforms.cpp, MAX_ACTIVE_TASKS = 10, checked after one more
 MAX_ELEMENTS = 50 << 20  # device.cpp: max_mb_per_buffer of Max and Ultra chips, 40 of the others;

@@ -7,7 +7,8 @@ operations: they fill command buffers much faster than their few large arrays wo
 from typing import TYPE_CHECKING
 
 from uma.architecture.layers import Recurrent
-from uma.memory.activations import FLOAT32, SSM_STEP
+from uma.memory.activations import SSM_STEP
+from uma.quantization import FLOAT32
 
 if TYPE_CHECKING:
     from uma.memory.metal_activations import Tape

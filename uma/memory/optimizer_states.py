@@ -3,8 +3,8 @@
 from math import prod
 
 from uma.frozen import dataclass
+from uma.quantization import FLOAT32
 
-FLOAT32 = 4
 BLOCK = 256  # elements of one scale (bitsandbytes 0.50, optim/optimizer.py, init_state: blocksize)
 SMALL = 4096  # arrays below this stay in 32 bits (Optimizer8bit, min_8bit_size)
 PAGED_SMALL = 10**5  # arrays of fewer elements are not paged (optimizer.py, get_state_buffer)

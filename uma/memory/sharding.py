@@ -2,18 +2,13 @@
 
 ``P`` is a number of parameters, ``N`` of devices. Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054),
 section 7: data parallelism and stages 1 and 2 move ``2 P`` elements a step and device, stage 3
-``3 P``; DeepSpeed's stages 1 and 2 move as much (``_between_replicas``). The estimators are
-DeepSpeed's (``runtime/zero/stage_1_and_2.py``, ``stage3.py``,
-``estimate_zero*_model_states_mem_needs``); they leave out activations, buckets and fragmentation.
+``3 P``; DeepSpeed's stages 1 and 2 move as much (``_between_replicas``).
 """
 
 from math import ceil
-from typing import Literal
 
 from uma.frozen import dataclass
 from uma.workload import Sharding
-
-HALF = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,38 +187,3 @@ def _to_host_and_disk(moved: Moved, spread: Sharding) -> dict[str, int]:
 
 def _ring(size_bytes: int, devices: int) -> int:
     return size_bytes * (devices - 1) // devices
-
-
-def deepspeed_estimate(
-    parameters: int,
-    largest_layer: int,
-    devices: int,
-    nodes: int = 1,
-    *,
-    stage: Literal[2, 3],
-    offload: Literal["", "optimizer", "all"] = "",
-    whole_gradients: bool = False,
-) -> tuple[int, int]:
-    """DeepSpeed's printed bytes of a device and of a host, buffer factor 1.5, full training.
-
-    As of 0.19.8, without ``zero.Init``. ``whole_gradients`` is what its documentation prints
-    (``docs/source/memory.rst``), where stage 2 keeps all 16-bit gradients on each device.
-
-    >>> deepspeed_estimate(2_851_000_000, 32_900_000, 8, stage=2)[0]  # t5-3b, 8 GPUs
-    12116750000
-    """
-    total = devices * nodes
-    if stage == 2:
-        if offload:
-            return HALF * parameters, int(parameters * max(4 * total, 16) * 1.5)
-        whole = 4 if whole_gradients else 2
-        device = whole * parameters + (20 - whole) * parameters // total
-        return device, int(parameters * 4 * devices * 1.5)
-    largest = 4 * largest_layer
-    if offload == "all":
-        factor = max(4 * devices, 18 / nodes)
-        return largest, int(parameters * factor * 1.5)
-    if offload == "optimizer":
-        factor = max(4 * devices, 16 / nodes)
-        return largest + 2 * parameters // total, int(parameters * factor * 1.5)
-    return largest + 18 * parameters // total, int(parameters * 4 * devices * 1.5)

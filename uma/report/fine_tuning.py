@@ -47,11 +47,11 @@ def _count(number: int, name: str) -> str:
     return f"{number:,} {name}" + ("s" if number != 1 else "")
 
 
-def time_text(time: Duration | NotKnown, now: datetime.datetime | None = None) -> str:
+def time_text(time: Duration | NotKnown) -> str:
     """Hours as an interval, and the time of day when it is done."""
     if isinstance(time, NotKnown):
         return f"time not known: {time.reason}"
-    first, last = finishing(time, now)
+    first, last = finishing(time)
     each = " to ".join(f"{s:.2g}" for s in time.s_per_iter)
     return (
         f"{time.iters:,} iterations in {span(time.low_s)} to {span(time.high_s)} ({each} s each), "
@@ -59,11 +59,9 @@ def time_text(time: Duration | NotKnown, now: datetime.datetime | None = None) -
     )
 
 
-def finishing(
-    time: Duration, now: datetime.datetime | None = None
-) -> tuple[datetime.datetime, datetime.datetime]:
+def finishing(time: Duration) -> tuple[datetime.datetime, datetime.datetime]:
     """The earliest and the latest end, in local time."""
-    begin = now or datetime.datetime.now().astimezone()
+    begin = datetime.datetime.now().astimezone()
     ends = (begin + datetime.timedelta(seconds=s) for s in (time.low_s, time.high_s))
     return next(ends), next(ends)
 

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import mlx.core as mx
 
 from uma.memory.metal_activations import FEW_QUERIES, FUSED_FEW, FUSED_MANY, MAX_GROUPED_QUERIES
+from uma.quantization import FLOAT32
 from uma.workload import Backend
 
 # Where each is fused, or why it cannot be exported (mlx 0.32.4; mlx-lm 0.32.2).
@@ -70,7 +71,6 @@ KERNELS = (
 
 VECTOR_KEYS = 1024  # scaled_dot_product_attention.cpp: two passes from so many keys on Max, Ultra
 VECTOR_BLOCKS = 128  # sdpa_vector_2pass: of Max chips up to 8,192 keys and of Ultra ones
-FLOAT32 = 4
 SMALL_INTEGERS = 128  # that every dtype tells apart
 MARK = 1 << 30  # added to the number of a stand-in, so that no other constant is taken for one
 

@@ -16,9 +16,8 @@ from uma.architecture.layers import (
 from uma.architecture.remembered import remembered
 from uma.engines.llama_cpp_cache import ignores_window, window_of
 from uma.memory.reads import WeightReads, experts_of
+from uma.quantization import FLOAT32
 from uma.workload import Engine
-
-FLOAT32 = 4  # llama.cpp keeps scores of attention between its kernels in it, engines their states
 
 
 @dataclass(frozen=True, slots=True)

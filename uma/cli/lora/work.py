@@ -98,11 +98,14 @@ def _plan(asked: Asked, source: "ModelSource", splits: "dict[str, Split]") -> "F
             raise error
         say(f"uma: going on although {error.args[0].splitlines()[0]}", asked.quiet)
     say(batches_text(plan), asked.quiet)
-    say(
-        f"peak {format_gib(ledger.predicted_peak_bytes)} of {format_gib(budget.budget_bytes)}: "
-        f"{ledger.verdict}; " + time_text(duration_of(asked, plan, course_of(asked, splits), done)),
-        asked.quiet,
-    )
+    peak = "peak not known"
+    if ledger.verdict != "unknown":
+        peak = (
+            f"peak {format_gib(ledger.predicted_peak_bytes)} of "
+            f"{format_gib(budget.budget_bytes)}: {ledger.verdict}"
+        )
+    time = time_text(duration_of(asked, plan, course_of(asked, splits), done))
+    say(f"{peak}; {time}", asked.quiet)
     for note in plan.notes:
         say(f"note: {note}", asked.quiet)
     return plan

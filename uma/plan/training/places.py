@@ -9,11 +9,10 @@ from uma.frozen import dataclass
 from uma.memory.adapters import adapter_elements
 from uma.memory.sharding import Moved, States, communication_bytes, placed
 from uma.plan.training.case import TrainingCase
+from uma.quantization import FLOAT32
 
 if TYPE_CHECKING:
     from uma.engines.torch_model import Model
-
-FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from typing import Any
 from uma.architecture.layers import Architecture
 from uma.engines.eager import EAGER_BY_DEFAULT
 from uma.engines.torch_model import Settings
-from uma.engines.torch_ops import FLOAT32
 from uma.memory.loss import TRANSFORMERS_46, Copies
 from uma.plan.training.stack import Stack, StackName
+from uma.quantization import FLOAT32
 from uma.workload import TrainingWorkload
 
 # trainer: transformers 5.24: AdamW in one kernel (training_args.py, default_optim), checkpoints
