@@ -15,12 +15,11 @@ from uma.architecture.families import NAMES
 from uma.architecture.layers import Architecture
 from uma.engines import schemes
 from uma.engines import transformers as engine
-from uma.engines.cuda import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER
 from uma.engines.transformers_cache import CacheRules, cache_bytes, state_bytes
 from uma.errors import UnknownName, UsageError
 from uma.ledger import peak, phase_totals
 from uma.memory.term import MemoryTerm
-from uma.units import GIB, MIB
+from uma.units import GIB
 from uma.workload import Inference
 
 DATA = Path(__file__).parent / "data"
@@ -262,10 +261,6 @@ def test_chunks_of_the_prompt_bound_the_activations() -> None:
         for settings in (engine.Settings(), engine.Settings(prefill_chunk_size=1024))
     )
     assert whole - cut > 3 * GIB
-
-
-def test_hopper_cards_have_the_larger_workspace() -> None:
-    assert CUBLAS_WORKSPACE_HOPPER == 32 * MIB > CUBLAS_WORKSPACE
 
 
 def test_the_models_that_are_eager_by_default_are_those_whose_classes_have_no_sdpa() -> None:

@@ -122,6 +122,21 @@ def test_what_cannot_be_written_is_named_and_what_was_saved_goes_on_to_the_same_
     assert equal(run, whole)
 
 
+def test_a_best_adapter_that_cannot_be_written_costs_no_training(
+    base: Path, whole: Path, tmp_path: Path
+) -> None:
+    """A file stands for a folder that cannot be written: root may write into any."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "best").touch()
+    with pytest.raises(StorageError, match="best: "):
+        killed_run.train(base, run, ITERS)
+    assert [c.name for c in checkpoints(run)] == ["0000010"]
+    (run / "best").unlink()
+    assert killed_run.train(base, run, ITERS).progress.iteration == ITERS
+    assert equal(run, whole)
+
+
 def test_a_disk_without_room_is_called_that(
     base: Path, whole: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

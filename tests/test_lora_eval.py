@@ -98,6 +98,16 @@ def test_an_adapter_of_another_model_is_refused(base: Path, tmp_path: Path) -> N
         base_and_adapter(load(base).model, {}, adapter(other, tmp_path / "adapter"), 1)
 
 
+def test_an_adapter_that_is_not_finite_is_refused_wherever_it_is_loaded(
+    base: Path, tmp_path: Path
+) -> None:
+    bad = adapter(base, tmp_path / "adapter", size=math.nan)
+    with pytest.raises(CheckpointError, match="lora_b holds numbers that are not finite"):
+        base_and_adapter(load(base).model, {}, bad, 1)
+    with pytest.raises(CheckpointError, match="lora_b holds numbers that are not finite"):
+        load(base, adapter_path=bad)
+
+
 def test_the_command_prints_both_and_as_json(
     base: Path, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

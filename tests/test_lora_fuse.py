@@ -265,7 +265,7 @@ def test_an_adapter_that_does_nothing_is_named(
 
 def test_a_fusion_that_is_not_finite_is_refused_even_by_force(tmp_path: Path) -> None:
     base = saved_model("full", tmp_path / "base")
-    trained = adapter(base, tmp_path / "adapter", size=float("nan"))
+    trained = adapter(base, tmp_path / "adapter", size=1e36)
     with pytest.raises(UsageError, match="the adapter gives logits that are not finite"):
         fused(base, trained, tmp_path / "fused", force=True)
     assert not (tmp_path / "fused").exists()

@@ -113,6 +113,19 @@ def test_a_wrong_adapter_is_refused_in_a_line(tmp_path: Path, model: Any, wrong:
     assert "\n" not in str(error.value)
 
 
+def test_a_module_without_scale_is_taken_beside_one_that_has_it(tmp_path: Path, model: Any) -> None:
+    folder = peft(tmp_path / "a", lora_alpha=0, alpha_pattern={"v_proj": 12})
+    weights = str(folder / "adapter_model.safetensors")
+    other, b = NAME.replace("q_proj", "v_proj"), np.ones((64, 4), np.float32)
+    arrays = {f"{other}A.weight": mx.array(A), f"{other}B.weight": mx.array(b)}
+    mx.save_safetensors(weights, {**mx.load(weights), **arrays})
+    adapter, found = from_peft(folder, model)
+    assert adapter.scale == 3.0
+    inside = "model.layers.3.self_attn"
+    assert not found[f"{inside}.q_proj.lora_b"].any().item()
+    assert mx.array_equal(found[f"{inside}.v_proj.lora_b"], mx.array(b.T))
+
+
 def header(tensor: dict[str, Any]) -> bytes:
     whole = {"dtype": "F32", "shape": [4, 64], "data_offsets": [0, 1024]} | tensor
     text = json.dumps({f"{NAME}A.weight": whole}).encode()

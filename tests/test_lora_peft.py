@@ -18,7 +18,7 @@ from models import CONFIGS, build_model
 from peft_base import CONFIG, MLX, PEFT, TOKENS, factor, weights
 
 from uma.cli import main
-from uma.errors import CheckpointError, UmaError, UnsupportedModel
+from uma.errors import CheckpointError, StorageError, UmaError, UnsupportedModel
 from uma.runtime.lora.adapter import Adapter, put_adapter, save_adapter
 from uma.runtime.lora.peft import from_peft
 from uma.runtime.lora.peft_export import save_peft, to_peft
@@ -105,6 +105,12 @@ def test_import_and_export_give_the_first_adapter_back(tmp_path: Path) -> None:
     assert all(mx.array_equal(tensors[name], kept[name]) for name in kept)
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 8, False)
     assert config["base_model_name_or_path"] == "org/model"
+
+
+def test_an_export_into_a_folder_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"file/new: Not a directory$"):
+        save_peft(tmp_path / "file" / "new", {}, {})
 
 
 def changed(folder: Path, **settings: Any) -> Path:

@@ -28,9 +28,9 @@ from uma.plan.fine_tuning import (
     Rows,
     packed_row,
     plan_fine_tuning,
-    remedies,
     require_packable,
 )
+from uma.plan.fine_tuning_remedies import remedies
 from uma.plan.forms import forms_of
 from uma.plan.training.time import duration
 from uma.quantization import Quantization
@@ -214,13 +214,26 @@ def test_what_would_fit_is_told_of_the_setting_that_takes_most(base: Path) -> No
     plan = plan_fine_tuning(
         case(base, rows((50, 60), 2), GIB // 4, rank=1_000_000), Cut(), smaller=True
     )
-    assert remedies(plan) == ["--rank 64 with --budget auto: adapts less"]
+    assert remedies(plan) == ["--rank 64 with your --budget: adapts less"]
+    unasked = replace(plan.case, budget=replace(plan.case.budget, user=False, user_bytes=None))
+    assert remedies(replace(plan, case=unasked))[-1] == "--rank 64 --budget auto: adapts less"
     small = plan_fine_tuning(case(base, rows((50, 60), 2), 8 * MIB, rank=4096), Cut(), smaller=True)
     quantized = replace(small.case, budget=budget_of(MACHINE, user_budget_bytes=1000))
     form = replace(quantized.form, quantization=Quantization(4, 64))
     only = plan_fine_tuning(replace(quantized, form=form), Cut(), smaller=True)
     (line,) = remedies(only)
     assert line.endswith("only a smaller base would fit")
+
+
+def test_what_would_fit_fits_the_budget_that_was_given(
+    base: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    within = ("--budget", "4000KiB")
+    assert main(dry(base, data, *within)) == 3
+    lines = capsys.readouterr().err.splitlines()
+    (line,) = (line for line in lines if "--max-seq-length" in line)
+    assert line.endswith(" with your --budget")
+    assert main(dry(base, data, *within, *line.removesuffix(" with your --budget").split())) == 0
 
 
 def test_rows_of_one_example_are_not_packed_by_a_budget(base: Path) -> None:
@@ -287,6 +300,13 @@ def test_a_base_in_float32_is_not_said_to_take_more_in_float32(
     form = forms_of(source, architecture, bits=None, backend="cpu")[0]
     assert form.kind == "float32"
     assert sum("times the bytes of" in note for note in form.notes) == told
+
+
+def test_an_update_is_not_said_to_have_more_rows_than_a_batch_of_the_data(base: Path) -> None:
+    asked = case(base, rows((300, 300), 8), 8 * MIB, grad_accumulation_steps=2)
+    plan = plan_fine_tuning(asked, Cut(), smaller=True)
+    assert "2 rows, updates of 4 rows" in batches_text(plan)
+    assert plan.notes[0].endswith("an update still sees 4 rows")
 
 
 def test_one_shape_of_one_length_is_said_as_one(base: Path) -> None:

@@ -14,12 +14,15 @@ import pytest
 from mlx.utils import tree_flatten
 from models import CONFIGS, VOCAB_SIZE, build_model, saved_model
 from safetensors.numpy import save_file
+from test_lora_plan import case, rows
 
 from uma.checkpoint.adapter import WEIGHTS
 from uma.cli import main
+from uma.cli.lora.result import _measured
 from uma.dataset.examples import Example
 from uma.errors import CheckpointError, StorageError, UnsupportedModel, UsageError
 from uma.measurement.run_folder import checkpoints, events
+from uma.plan.fine_tuning import Cut, plan_fine_tuning
 from uma.runtime.load import LoadedModel, load
 from uma.runtime.lora.adapter import Adapter, adapted, load_adapter, put_adapter
 from uma.runtime.lora.batching import batch_of
@@ -666,6 +669,31 @@ def test_the_command_trains_reports_and_resumes(
     assert "rank: was 8, is 4" in told
     assert "train.jsonl: was " in told
     assert tensors(tmp_path / "run") == kept
+
+
+@pytest.mark.parametrize("inside", ["best", "checkpoints"])
+def test_a_folder_inside_the_run_that_cannot_be_written_is_found_before_the_training(
+    base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], inside: str
+) -> None:
+    data, run = tmp_path / "data", tmp_path / "run"
+    data.mkdir()
+    run.mkdir()
+    (data / "train.jsonl").write_text('{"text": "the quick brown fox"}\n' * 4)
+    (run / inside).symlink_to(tmp_path / "gone")
+    command = ["lora", "train", str(base), "--data", str(data), "--adapter-path", str(run)]
+    assert main([*command, "--iters", "2", "--allow-concurrent"]) == 1
+    assert f"{run / inside} cannot be written" in capfd.readouterr().err
+    assert not any(event["event"] == "begin" for event in events(run))
+
+
+def test_the_peak_of_a_run_without_an_update_is_not_held_against_its_plan(
+    base: Path, tmp_path: Path
+) -> None:
+    plan = plan_fine_tuning(case(base, rows((40,), 2)), Cut(), smaller=False)
+    for folder, end in ((tmp_path / "stopped", stop_after(0, "validation")), (tmp_path, {})):
+        loaded, result = trained(base, folder, recipe(4), **end)
+        peak = result.held.peak_bytes if result.progress.iteration else None
+        assert _measured(plan, loaded, result).measured_peak_bytes == peak
 
 
 def test_the_check_names_the_first_bad_line_and_fails(

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from models import saved_model
 
+from uma.cli import main
 from uma.measurement.run_folder import checkpoints, events, is_held
 from uma.measurement.run_status import read_status
+from uma.runtime.lora import supervise
 from uma.runtime.lora.supervise import awake_command, cause_of, run_child
 
 ROOT = Path(__file__).parents[1]
@@ -363,6 +365,28 @@ def test_a_detached_run_outlives_the_command_and_is_ended_by_a_signal(run: Run) 
     stopped = read_status(run.folder)
     assert stopped.how == "stopped"
     assert "--detach" in shlex.split(stopped.command or "")
+
+
+def test_a_run_that_another_was_faster_than_says_nothing_of_that_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two are started at once: the other one begins while this one's child is on its way."""
+    ours, other = supervise.run_child, []
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        other.append(run.start("--iters", "4000"))
+        run.wait_for(5)
+        return ours(*arguments, **options)
+
+    monkeypatch.setattr(supervise, "run_child", late)
+    for name in ("PYTHONPATH", "UMA_STATE_DIR"):
+        monkeypatch.setenv(name, run.environment[name])
+    assert main(run.arguments("--iters", "4000")) == 1
+    other[0].terminate()
+    other[0].communicate(timeout=60)
+    told = capfd.readouterr().err
+    assert "another process trains in" in told
+    assert "kept:" not in told
 
 
 def test_a_detached_run_that_cannot_begin_says_so_at_once(run: Run) -> None:

@@ -1,11 +1,37 @@
-"""State over devices against ZeRO's own figures, and what devices send."""
+"""State over devices against DeepSpeed's documented figures and ZeRO's own."""
 
 from typing import Any
 
 import pytest
 
 from uma.memory.sharding import Moved, States, communication_bytes, placed
+from uma.units import GIB
 from uma.workload import Sharding
+
+T5_3B, T5_LAYER = 2_851_000_000, 32_000_000  # DeepSpeed, docs/source/memory.rst: 8 GPUs
+
+
+@pytest.mark.parametrize(
+    ("stage", "offloaded", "beside_bytes", "device_gib"),
+    [
+        (2, ("host", ""), 0, 5.31),
+        (2, ("", ""), 2 * T5_3B, 15.93),  # it prints whole 16-bit gradients too
+        (3, ("host", "host"), 4 * T5_LAYER, 0.12),  # a layer is gathered
+        (3, ("host", ""), 4 * T5_LAYER, 0.79),
+        (3, ("", ""), 4 * T5_LAYER, 6.10),
+    ],
+)
+def test_parts_of_t5_3b_are_those_that_deepspeed_documents(
+    stage: int, offloaded: Any, beside_bytes: int, device_gib: float
+) -> None:
+    """16-bit weights, float32 gradients, copies and moments."""
+    whole = States(2 * T5_3B, 4 * T5_3B, 12 * T5_3B)
+    optimizer, parameters = offloaded
+    spread = Sharding(
+        data=8, zero_stage=stage, offload_optimizer=optimizer, offload_parameters=parameters
+    )
+    device = placed(whole, spread).device.total_bytes + beside_bytes
+    assert device / GIB == pytest.approx(device_gib, abs=0.01)
 
 
 def test_zero_of_7_5_billion_parameters_on_64_devices_is_that_of_the_paper() -> None:

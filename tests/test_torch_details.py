@@ -333,8 +333,8 @@ def test_layers_that_are_laid_out_alone_need_what_they_need_on_one_tape(
     workload = asked(targets=(), grad_checkpoint=every, sharding=spread)
     trained = Model(model(name), workload, settings)
     found = step(trained)
-    sizes = found.forward_bytes, found.backward_bytes, found.gradient_bytes
-    assert sizes == Tape(trained).peaks()
+    gradients = found.gradient_bytes, found.graded_bytes
+    assert (found.forward_bytes, found.backward_bytes, *gradients) == Tape(trained).peaks()
 
 
 def pool_of(workload: TrainingWorkload, settings: Settings) -> MemoryTerm:

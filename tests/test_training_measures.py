@@ -117,3 +117,68 @@ def test_paged_states_are_advised_in_8_bits(capsys: Any) -> None:
     words = ["--train", "full", "--machine", "dgx-spark", "--optimizer", "paged-adamw"]
     found = advised(capsys, "phi-4", *words, *CHECKPOINTED)
     assert found == {"8-bit optimizer": ("--optimizer", "paged-adamw-8bit")}
+
+
+def test_deepspeed_reaches_the_disk_where_the_host_is_too_small_for_fsdp(capsys: Any) -> None:
+    words = ["--train", "lora", "--machine", "8xh100", "--host-ram", "1TB", "--batch-size", "1"]
+    disk = "--zero-stage 3 --offload-optimizer disk --offload-parameters disk"
+    found = advised(capsys, "deepseek-v3", *words)
+    assert found["optimizer and parameters on the disk"] == ("--devices", "8", *disk.split())
+    assert "sharding" not in found  # FSDP's, which does not go with it
+
+
+def test_deepspeed_takes_the_place_of_fsdp_that_accumulates_whole_gradients(capsys: Any) -> None:
+    """In ``no_sync`` each device sums gradients of all 14.7 billion parameters, on the card."""
+    words = ["--train", "full", "--machine", "2xrtx-4090", "--host-ram", "1TB", "--batch-size", "4"]
+    found = advised(capsys, "phi-4", *words)
+    assert "a smaller batch, with accumulation" in found
+    assert any("--zero-stage" in options for options in found.values())
+
+
+def test_states_of_bitsandbytes_are_sharded_by_deepspeed(capsys: Any) -> None:
+    words = ["--train", "full", "--machine", "8xrtx-4090", "--host-ram", "256GB"]
+    words += ["--batch-size", "1", "--optimizer", "paged-adamw"]
+    found = advised(capsys, "mistral-7b", *words)
+    assert found["sharding"] == ("--devices", "8", "--zero-stage", "3")
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "optimizer"),
+    [("qwen2.5-72b", "8xh100", "adamw-8bit"), ("mistral-7b", "rtx-4090", "paged-adamw")],
+)
+def test_states_of_bitsandbytes_give_way_to_those_that_go_to_the_host(
+    model: str, machine: str, optimizer: str, capsys: Any
+) -> None:
+    words = ["--train", "full", "--machine", machine, "--host-ram", "2TB", "--batch-size", "1"]
+    found = advised(capsys, model, *words, "--optimizer", optimizer)
+    (options,) = (options for options in found.values() if "--offload-optimizer" in options)
+    assert options[:2] == ("--optimizer", "adamw")
+
+
+@pytest.mark.parametrize(("model", "length"), [("mixtral-8x7b", "8192"), ("llama-3-70b", "2048")])
+def test_4_bit_weights_go_to_the_host_of_one_card_under_fsdp(
+    model: str, length: str, capsys: Any
+) -> None:
+    """PEFT 0.21, ``docs/source/accelerate/fsdp.md``; DeepSpeed does not take them there."""
+    words = ["--train", "qlora", "--machine", "rtx-4090", "--host-ram", "1TB", *CHECKPOINTED]
+    found = advised(capsys, model, *words, "--max-seq-length", length)
+    assert list(found.values()) == [("--fsdp", "full", *OFFLOADED[2:])]
+
+
+def test_the_users_own_fsdp_is_kept(capsys: Any) -> None:
+    """The command line takes ``--fsdp`` or ``--zero-stage``."""
+    words = ["--train", "lora", "--machine", "8xh100", "--host-ram", "1TB", "--batch-size", "1"]
+    arguments = ["deepseek-v3", *words, "--devices", "8", "--fsdp", "full"]
+    found = estimated(capsys, *arguments)
+    assert not found["measures_suffice"]
+    taken = [word for one in found["measures"] for word in one["options"]]
+    assert "--zero-stage" not in taken
+    assert estimated(capsys, *arguments, *taken)["verdict"] == "exceeds"
+
+
+def test_our_own_trainer_is_not_advised_where_it_refuses_an_option(capsys: Any) -> None:
+    words = ["--train", "lora", "--engine", "mlx", "--machine", "mac-mini-m4-16"]
+    words += ["--batch-size", "1", "--max-seq-length", "8192"]
+    assert ("--trainer", "uma") in advised(capsys, "llama-3-8b", *words).values()
+    found = advised(capsys, "llama-3-8b", *words, "--attention", "materialised")
+    assert not any("--trainer" in options for options in found.values())

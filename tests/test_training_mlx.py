@@ -139,12 +139,40 @@ def test_a_step_of_many_layers_needs_what_it_needs_when_all_are_laid_out(
 ) -> None:
     if (name, method) == ("qwen3-30b-a3b", "dora"):
         pytest.skip("stacked experts have no DoRA")
-    architecture = architecture_from_config(model_config(find_free(name)).values)
-    workload = TrainingWorkload(method=method, num_layers=None, grad_checkpoint=int(checkpoint))
-    steps = Steps(architecture, workload, "metal")
-    whole = steps.step_bytes(len(architecture.layers))
+    steps = steps_of(name, method=method, grad_checkpoint=int(checkpoint))
     assert len(steps.places) <= 7
-    assert steps.peak_bytes() == pytest.approx(whole, rel=0.01)
+    assert steps.peak_bytes() == pytest.approx(steps.step_bytes(len(steps.layers)), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [("llama-3-8b", 0.01), ("qwen2.5-7b", 0.01), ("qwen3-4b", 0.04), ("exaone-3.5-2.4b", 0.04)],
+)
+def test_a_checkpointed_step_of_16_layers_needs_what_it_needs_when_all_are_laid_out(
+    name: str, tolerance: float
+) -> None:
+    """What is alive depends on how the arrays of all layers fall among those taken at once."""
+    steps = steps_of(name, num_layers=16, grad_checkpoint=1, quantized="4bit", loss="fused")
+    assert steps.peak_bytes() == pytest.approx(steps.step_bytes(16), rel=tolerance)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+def test_gradients_wait_for_an_update_of_several_kernels(optimizer: str, checkpoint: bool) -> None:
+    steps = steps_of(
+        "mistral-7b-v0.1",
+        method="full",
+        optimizer=optimizer,
+        grad_checkpoint=int(checkpoint),
+        max_seq_length=512,
+    )
+    assert steps.peak_bytes() == pytest.approx(steps.step_bytes(32), rel=0.03)
+
+
+def steps_of(name: str, **asked: Any) -> Steps:
+    architecture = architecture_from_config(model_config(find_free(name)).values)
+    workload = TrainingWorkload(**{"num_layers": None, **asked})
+    return Steps(architecture, workload, "metal")
 
 
 def test_layers_that_do_nothing_are_continued_too() -> None:

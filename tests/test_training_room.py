@@ -68,6 +68,16 @@ def test_paged_states_stay_on_a_card_that_has_room(capsys: Any) -> None:
     assert crowded["sharding"]["host_bytes"] == roomy["total_bytes"] - crowded["budget_bytes"]
 
 
+@pytest.mark.parametrize("kind", ["allocated", "reserved"])
+def test_paged_states_stay_whatever_is_counted(kind: str, capsys: Any) -> None:
+    """``cudaMallocManaged`` is bitsandbytes' own: torch's allocator counts none of it."""
+    arguments = ["llama-3-8b", "--train", "lora", "--optimizer", "paged-adamw", "--mem-kind", kind]
+    found = estimated(capsys, *arguments, "--machine", "h200")
+    assert found["sharding"]["host_bytes"] == 0
+    assert not any("host" in note for note in found["notes"])
+    assert not any("paged states" in term["source"] for term in found["terms"])
+
+
 def test_paged_states_that_neither_holds_are_too_much_for_the_card(capsys: Any) -> None:
     arguments = ["llama-3-8b", *FULL, "--optimizer", "paged-adamw", "--machine", "a100-80gb"]
     free, held = (
@@ -122,6 +132,17 @@ def test_the_largest_model_has_room_on_the_host_too(capsys: Any) -> None:
 def test_the_largest_rank_fits_and_an_eighth_more_does_not(options: list[str], capsys: Any) -> None:
     arguments = ["llama-2-7b", "--train", "lora", "--machine", "rtx-4090", "--batch-size", "1"]
     assert_largest_fits(capsys, [*arguments, *options], "rank")
+
+
+@pytest.mark.parametrize("rank", ["1", "64", "2200"])
+def test_the_largest_rank_is_that_of_8_bit_states(rank: str, capsys: Any) -> None:
+    """Few are in float32, as small arrays are; and the update comes to need more than a layer."""
+    words = ["--train", "lora", "--engine", "mlx", "--trainer", "uma", "--optimizer", "adamw-8bit"]
+    words += ["--machine", "mac-studio-m4-max-64", "--bits", "8", "--batch-size", "8"]
+    arguments = ["mistral-7b", *words, "--max-seq-length", "4096", "--rank"]
+    found = estimated(capsys, *arguments, rank)["largest"]["rank"]
+    assert estimated(capsys, *arguments, str(found))["verdict"] == "fits"
+    assert estimated(capsys, *arguments, str(found + found // 64))["verdict"] != "fits"
 
 
 @pytest.mark.parametrize(

@@ -103,5 +103,5 @@ def test_more_layers_than_the_model_has_are_refused() -> None:
 
 def test_targets_that_no_matrix_has_are_named_with_those_there_are() -> None:
     architecture = architecture_from_config(CONFIGS["full"])
-    with pytest.raises(UsageError, match=r"no matrix is named wqkv; this model has .*q_proj"):
+    with pytest.raises(UsageError, match=r"named wqkv; its last 2 layers have .*q_proj"):
         adapter_elements(architecture, TrainingWorkload(num_layers=2, targets=("wqkv",)))

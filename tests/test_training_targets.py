@@ -58,6 +58,24 @@ def test_names_of_which_nothing_is_known_are_refused(
     assert said in capsys.readouterr().err
 
 
+def test_names_that_the_trained_layers_lack_are_said_to_be_of_them(capsys: Any) -> None:
+    """Some of these 16 layers have no attention, which is no reason to refuse the others."""
+    words = ["llama-3_3-nemotron-super-49b", "--train", "lora", "--num-layers", "16"]
+    mac = ["--machine", "mac-studio-m3-ultra-512", "--batch-size", "1", "--max-seq-length", "64"]
+    for engine in (mac, TORCH):
+        assert main(["estimate", *words, *engine, "--targets", "q_proj"]) == 0
+        assert main(["estimate", *words, *engine, "--targets", "foo"]) == 2
+        assert "its last 16 layers have down_proj, gate_proj, k_proj" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("machine", ["mac-studio-m3-ultra-512", "h100"])
+def test_packed_matrices_are_not_trained(machine: str, kind: str, capsys: Any) -> None:
+    words = ["estimate", "bitnet-b1.58-2b-4t", "--train", kind, "--machine", machine]
+    assert main(words) == 2
+    assert "are packed, several numbers to a byte" in capsys.readouterr().err
+
+
 def test_what_adapters_keep_in_part_is_told(capsys: Any) -> None:
     found = estimated(capsys, "mamba-2.8b", "--train", "lora", "--targets", "in_proj,x_proj")
     assert "values that adapters of x_proj keep are not counted" in found["notes"]

@@ -20,8 +20,8 @@ class Tape(Step):
         self.kept: list[Any] = []
         self.whole = 0  # gradients that are where they stay
 
-    def peaks(self) -> tuple[int, int, int]:
-        """Of the forward and of the backward pass, and the gradients that are left."""
+    def peaks(self) -> tuple[int, int, int, int]:
+        """Of both passes, and the gradients that are left, and are there at the second peak."""
         settings, memory = self.settings, self.memory
         x = self.run.graph.leaf(self._input(settings.stream_width))
         layers, every = self.architecture.layers, settings.checkpoint_every
@@ -39,7 +39,7 @@ class Tape(Step):
         node.grad = loss.backward(size)
         self.run.graph.backward(node)
         self._reduce()
-        return forward, memory.peak_bytes, self.gradient_bytes
+        return forward, memory.peak_bytes, self.run.gradient_bytes, self.run.graded_at_peak()
 
     def _layers(self, layers: Sequence[Layer], x: Tensor) -> Tensor:
         for layer in layers:

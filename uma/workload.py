@@ -41,6 +41,11 @@ TrainingAttention = Literal["fused", "materialised"]
 MemoryKind = Literal["allocated", "reserved", "device"]
 TrainingEngine = Literal["mlx", "torch"]
 Trainer = Literal["mlx_lm", "uma"]
+StackName = Literal["trainer", "trainer-2024", "torchtune", "litgpt", "unsloth"]
+Precision = Literal["16-bit", "mixed", "pure"]
+Kernels = Literal["liger", "unsloth"]
+Place = Literal["", "host", "disk"]
+"""Where state of a training goes; empty is the device."""
 
 METHODS = ("lora", "dora", "full")
 OPTIMIZERS = (
@@ -79,8 +84,8 @@ class Sharding:
     sequence: int = 1
     zero_stage: int = 0
     shard_group: int = 0
-    offload_optimizer: Literal["", "host", "disk"] = ""
-    offload_parameters: Literal["", "host", "disk"] = ""
+    offload_optimizer: Place = ""
+    offload_parameters: Place = ""
     fsdp: bool = False
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from uma.architecture.layers import Architecture
 from uma.engines import mlx_training
+from uma.engines.cuda import CUDA_CONTEXT
 from uma.engines.torch_training import training_terms
 from uma.errors import UsageError
 from uma.ledger import peak

@@ -6,9 +6,16 @@ from dataclasses import replace
 from uma.architecture.layers import Architecture, Parameter
 from uma.memory.loss import TRANSFORMERS_45, Copies
 from uma.memory.weights import weight_bytes
-from uma.plan.training.stack import Precision, Stack
+from uma.plan.training.stack import Stack
 from uma.quantization import Quantization
-from uma.workload import DEFAULT_NUM_LAYERS, DEFAULT_RANK, Sharding, TrainingWorkload, bits_word
+from uma.workload import (
+    DEFAULT_NUM_LAYERS,
+    DEFAULT_RANK,
+    Precision,
+    Sharding,
+    TrainingWorkload,
+    bits_word,
+)
 
 from .rows import INCOMPLETE, Row, Skipped, number
 from .training_models import Case

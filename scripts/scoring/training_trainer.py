@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from uma.architecture.layers import Architecture
-from uma.memory.loss import TRANSFORMERS, TRANSFORMERS_45, TRANSFORMERS_46, Copies
+from uma.memory.loss import TRANSFORMERS, TRANSFORMERS_45, TRANSFORMERS_46, Copies, sliced
 from uma.plan.training.stack import Stack
 from uma.workload import Sharding, TrainingWorkload
 
@@ -13,12 +13,6 @@ from .training_models import Case
 from .training_native import fsdp
 from .training_recipes import shape_of
 from .training_words import method_of, optimizer_of, quantized_of, targets_of
-
-
-def _liger(architecture: Architecture) -> Copies:
-    """Liger's fused linear cross-entropy: as many slices as the vocabulary is wider than the input
-    (``ops/fused_linear_cross_entropy.py``, ``inc_factor``)."""
-    return Copies(slices=-(-architecture.vocab_size // architecture.hidden_size))
 
 
 def fms(row: Row, architecture: Architecture) -> Case:
@@ -82,7 +76,7 @@ def _fms_loss(row: Row, architecture: Architecture, plugins: str) -> Copies:
             in_place=foak,
         )
     if "liger" in plugins:
-        return _liger(architecture)
+        return sliced(architecture)
     return replace(TRANSFORMERS_45 if old else TRANSFORMERS_46, in_place=foak)
 
 
@@ -150,7 +144,7 @@ def axolotl(row: Row, architecture: Architecture) -> Case:
         grad_checkpoint=1,
         optimizer="adamw",
     )
-    facts = {"foreach": True, "copies": _liger(architecture)}
+    facts = {"foreach": True, "copies": sliced(architecture)}
     return Case(architecture, workload, Stack("trainer", fused_kernels="unsloth"), facts)
 
 
@@ -254,7 +248,7 @@ def _trainer_loss(row: Row, architecture: Architecture, deepspeed: bool) -> Copi
     first Qwen's file does not upcast, which only autocast then does, not DeepSpeed.
     """
     if "liger" in row["loss_impl"]:
-        return _liger(architecture)
+        return sliced(architecture)
     if "nsloth" in row["framework"]:
         return Copies(in_place=True, width=2, converts_outputs=True)
     if architecture.module == "qwen" and deepspeed:

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
     from uma.checkpoint.source import ModelSource
     from uma.dataset.lengths import Lengths
+    from uma.engines.schemes import Scheme
     from uma.machine import Machine
     from uma.memory.term import MemoryTerm
     from uma.plan.inference import Case
     from uma.plan.mlx_case import MlxCase
     from uma.plan.training.case import TrainingCase
+    from uma.plan.training.stack import Stack
 
 CUDA_FORMATS = ("int8", "nf4", "nf4-double", "gptq", "awq")
 NOT_QLORA = "--train qlora is LoRA on a quantized base, and 16 bits are none: give --train lora"
@@ -264,10 +266,8 @@ def _torch_case(
 ) -> "tuple[ModelSource, TrainingCase]":
     from uma.architecture import architecture_from_config
     from uma.cli.plan import described, located
-    from uma.engines.schemes import scheme_named
     from uma.errors import UnsupportedModel
     from uma.plan.training.case import TrainingCase
-    from uma.plan.training.stack import Stack
 
     if asked.trainer == "uma":
         raise UsageError("--trainer uma is uma lora train, which runs on MLX: give --engine mlx")
@@ -275,6 +275,25 @@ def _torch_case(
     source = described(plain, located(plain))
     if source.config is None:
         raise UnsupportedModel(f"{source.name}: its configuration is not known")
+    scheme = _torch_format(chosen, asked)
+    quantized = "" if scheme.bits == 16 else scheme.name
+    dtype = "float16" if scheme.name == "fp16" else "bfloat16"
+    workload = workload_of(
+        asked, machine, num_layers=None, quantized=quantized, dtype=dtype, kind="device"
+    )
+    architecture = architecture_from_config(source.config)
+    case = TrainingCase(architecture, machine, budget, "torch", workload, stack=_stack(asked))
+    return source, case
+
+
+def _torch_format(chosen: RunOptions, asked: TrainOptions) -> "Scheme":
+    """The format of the base.
+
+    Raises:
+        UsageError: If options of it contradict each other, or torch does not train on it.
+    """
+    from uma.engines.schemes import scheme_named
+
     if chosen.bits is not None and chosen.quant is not None:
         raise UsageError("--bits and --quant both say the format of the weights: give one of them")
     for name in ("mode", "group_size"):
@@ -293,16 +312,18 @@ def _torch_case(
     scheme = scheme_named(named)
     if scheme.bits > 16:
         raise UsageError(
-            f"--quant {named}: float32 weights are trained with --precision mixed, whose products "
-            "are in 16 bits"
+            f"--quant {named}: leave it out; float32 weights are trained with --precision mixed, "
+            "whose products are in 16 bits"
         )
-    quantized = "" if scheme.bits >= 16 else scheme.name
-    if asked.train == "qlora" and not quantized:
+    if asked.train == "qlora" and scheme.bits == 16:
         raise UsageError(NOT_QLORA)
-    workload = workload_of(
-        asked, machine, num_layers=None, quantized=quantized, dtype="bfloat16", kind="device"
-    )
-    stack = Stack(
+    return scheme
+
+
+def _stack(asked: TrainOptions) -> "Stack":
+    from uma.plan.training.stack import Stack
+
+    return Stack(
         name=asked.stack,
         precision=asked.precision,
         prepare_kbit=asked.prepare_kbit,
@@ -310,12 +331,4 @@ def _torch_case(
         optimizer_in_backward=asked.optimizer_in_backward,
         fused_kernels=asked.fused_kernels,
         variable_lengths=asked.data is not None and not asked.packing,
-    )
-    return source, TrainingCase(
-        architecture_from_config(source.config),
-        machine,
-        budget,
-        "torch",
-        workload,
-        stack=stack,
     )

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
+from uma import workload
 from uma.cli.options import given
 from uma.errors import UsageError
 from uma.workload import (
@@ -12,11 +13,14 @@ from uma.workload import (
     DEFAULT_RANK,
     DEFAULT_TRAINING_BATCH,
     Sharding,
-    Trainer,
 )
 
+Kind = Literal["lora", "rslora", "qlora", "dora", "full"]
+FsdpShard = Literal["full", "hybrid"]
+Offload = Literal["host", "disk"]
+
 Train = Annotated[
-    Literal["lora", "rslora", "qlora", "dora", "full"] | None,
+    Kind | None,
     typer.Option(
         help="Estimate training instead: adapters of one kind (rslora takes what lora takes, "
         "scaled otherwise; qlora is lora on a quantized base), or all weights."
@@ -48,28 +52,26 @@ Accumulation = Annotated[
     int, typer.Option(min=1, max=1 << 20, help="train: batches whose gradients are summed.")
 ]
 Optimizer = Annotated[str, typer.Option(help="train: adam, adamw-8bit, paged-adamw, sgd, ...")]
-Loss = Annotated[
-    Literal["naive", "fused", "sliced"], typer.Option(help="train: how the loss is computed.")
-]
+Loss = Annotated[workload.Loss, typer.Option(help="train: how the loss is computed.")]
 TrainAttention = Annotated[
-    Literal["fused", "materialised"] | None,
+    workload.TrainingAttention | None,
     typer.Option("--attention", help="train: one kernel, or all pairs of tokens."),
 ]
 MemKind = Annotated[
-    Literal["allocated", "reserved", "device"] | None,
+    workload.MemoryKind | None,
     typer.Option(
         help="train: what torch allocates, holds, or what the device shows. "
         "[default: device with PyTorch, allocated with MLX]"
     ),
 ]
 Precision = Annotated[
-    Literal["16-bit", "mixed", "pure"],
+    workload.Precision,
     typer.Option(
         help="train: torch's weights in 16 bits under autocast, in float32 under it, or 16 alone."
     ),
 ]
 StackOption = Annotated[
-    Literal["trainer", "trainer-2024", "torchtune", "litgpt", "unsloth"],
+    workload.StackName,
     typer.Option(
         help="train: on torch, Trainer with PEFT (transformers 5, or 4 of 2024), or other programs."
     ),
@@ -85,7 +87,7 @@ LoraDropout = Annotated[
     bool, typer.Option("--lora-dropout", help="train: on torch, dropout before adapters.")
 ]
 FusedKernels = Annotated[
-    Literal["liger", "unsloth"] | None,
+    workload.Kernels | None,
     typer.Option(
         help="train: torch: of norms and rotations; Liger's of gates and a loss in slices too, "
         "Unsloth's (axolotl's) of adapters."
@@ -96,7 +98,7 @@ OptimizerInBackward = Annotated[
     typer.Option("--optimizer-in-backward", help="train: torchtune's: no gradients are kept."),
 ]
 TrainerOption = Annotated[
-    Literal["mlx_lm", "uma"],
+    workload.Trainer,
     typer.Option(help="train: on MLX, mlx_lm.lora or uma lora train."),
 ]
 Data = Annotated[
@@ -123,7 +125,7 @@ ZeroStage = Annotated[
     int, typer.Option(min=0, max=3, help="train: DeepSpeed ZeRO stage over the devices.")
 ]
 Fsdp = Annotated[
-    Literal["full", "hybrid"] | None,
+    FsdpShard | None,
     typer.Option(help="train: FSDP over all devices or in groups; MLX: fully_shard."),
 ]
 ShardGroup = Annotated[
@@ -139,18 +141,14 @@ Pipeline = Annotated[
 Sequence = Annotated[
     int, typer.Option(min=1, max=1 << 10, help="train: devices that each row is split over.")
 ]
-OffloadOptimizer = Annotated[
-    Literal["host", "disk"] | None, typer.Option(help="train: where optimizer states go.")
-]
-OffloadParameters = Annotated[
-    Literal["host", "disk"] | None, typer.Option(help="train: where parameters go.")
-]
+OffloadOptimizer = Annotated[Offload | None, typer.Option(help="train: where optimizer states go.")]
+OffloadParameters = Annotated[Offload | None, typer.Option(help="train: where parameters go.")]
 
 
 class TrainOptions(NamedTuple):
     """The options of ``uma estimate --train``, by their names."""
 
-    train: Literal["lora", "rslora", "qlora", "dora", "full"]
+    train: Kind
     rank: int = DEFAULT_RANK
     targets: str | None = None
     num_layers: int | None = None
@@ -159,29 +157,29 @@ class TrainOptions(NamedTuple):
     checkpoint_every: int = 1
     grad_accumulation_steps: int = 1
     optimizer: str = "adam"
-    loss: Literal["naive", "fused", "sliced"] = "naive"
-    attention: Literal["fused", "materialised"] | None = None
-    mem_kind: Literal["allocated", "reserved", "device"] | None = None
-    precision: Literal["16-bit", "mixed", "pure"] = "16-bit"
-    stack: Literal["trainer", "trainer-2024", "torchtune", "litgpt", "unsloth"] = "trainer"
+    loss: workload.Loss = "naive"
+    attention: workload.TrainingAttention | None = None
+    mem_kind: workload.MemoryKind | None = None
+    precision: workload.Precision = "16-bit"
+    stack: workload.StackName = "trainer"
     prepare_kbit: bool = False
     lora_dropout: bool = False
     optimizer_in_backward: bool = False
-    fused_kernels: Literal["liger", "unsloth"] | None = None
-    trainer: Trainer = "mlx_lm"
+    fused_kernels: workload.Kernels | None = None
+    trainer: workload.Trainer = "mlx_lm"
     data: Path | None = None
     tokenizer: Path | None = None
     packing: bool = False
     largest_model: bool = False
     devices: int = 1
     zero_stage: int = 0
-    fsdp: Literal["full", "hybrid"] | None = None
+    fsdp: FsdpShard | None = None
     shard_group: int | None = None
     tensor: int = 1
     pipeline: int = 1
     sequence: int = 1
-    offload_optimizer: Literal["host", "disk"] | None = None
-    offload_parameters: Literal["host", "disk"] | None = None
+    offload_optimizer: Offload | None = None
+    offload_parameters: Offload | None = None
     batch_size: int = DEFAULT_TRAINING_BATCH
 
 

@@ -31,6 +31,11 @@ def updated(
     return [*made, *states]
 
 
+def updated_at_once(optimizer: str, width: int) -> bool:
+    """Whether the update of an array is one kernel, which takes its gradient as soon as it is."""
+    return _kernel(optimizer, width, width) is not None
+
+
 class _Kernel(NamedTuple):
     """An update as one compiled operation.
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from uma.architecture.layers import Layer, Recurrent
 from uma.memory.liveness import MAX_WIDTH
 from uma.memory.mlx_program import WAITING, Program, Value
+from uma.quantization import FLOAT32
 
-FLOAT32 = 4
 STATES = 2  # of a token, each way
 WAITS = WAITING + 10  # for what has just begun as well
 

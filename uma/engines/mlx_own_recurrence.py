@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from uma.memory.liveness import Operation
 from uma.memory.mlx_program import Program, Value, broadcast
+from uma.quantization import FLOAT32
 
-FLOAT32 = 4
 LAID_OUT = 2  # chunks of one scan at most: more give the same peak
 
 Scan = Callable[[Program, Sequence[Value], Sequence[Value], Value], tuple[Value, Value]]

@@ -18,11 +18,11 @@ from uma.engines.mlx_own_recurrence import Chunks, repeated, ssm_chunk
 from uma.engines.mlx_scan import laid_out, scanned
 from uma.memory.mlx_program import Program, Value
 from uma.memory.recurrence import delta_chunk, scan_chunk
+from uma.quantization import FLOAT32
 
 if TYPE_CHECKING:
     from uma.engines.mlx_layers import LayerProgram
 
-FLOAT32 = 4
 STATES_KEPT = 3  # of each token by other recurrences: decayed, updated, and their product
 
 

@@ -11,6 +11,7 @@ from functools import partial
 
 from uma.architecture.layers import Architecture, Layer, Parameter
 from uma.engines import mlx_lm_step
+from uma.engines.mlx_compiled_update import updated_at_once
 from uma.engines.mlx_gated_delta import is_ruled, summed_together
 from uma.frozen import dataclass
 from uma.memory.adapters import mlx_adapters, trained_layers
@@ -28,8 +29,7 @@ OPTIMIZER_SCALARS = 12  # optimizers.py: the step in uint64, the learning rate i
 # Layers between the first and the last that are laid out, beside one of each kind, where layers run
 # again, and where gradients of whole matrices pile up: what is alive depends on more layers then,
 # and on the CPU on as many as a hundred operations that may wait.
-BESIDE_AGAIN: dict[Backend, int] = {"metal": 1, "cpu": 4}
-BESIDE_FULL: dict[Backend, int] = {"metal": 3, "cpu": 4}
+BESIDE: dict[Backend, int] = {"metal": 3, "cpu": 4}
 STEP_SOURCE = "arrays of one step in MLX's order of evaluation"
 
 Roots = Callable[[Program, Architecture, TrainingWorkload, Backend], list[Value]]
@@ -136,10 +136,8 @@ class Steps:
         self.workload = replace(workload, num_layers=None)
         kinds = _kinds(architecture)[-len(self.layers) :]
         self.kinds = list(zip(kinds, self._summed_together(kinds), strict=True))
-        beside = BESIDE_AGAIN[backend] if workload.grad_checkpoint else 0
-        if workload.method == "full":
-            beside = BESIDE_FULL[backend]
-        self.places = _laid_out(self.kinds, beside)
+        again = workload.method == "full" or workload.grad_checkpoint
+        self.places = _laid_out(self.kinds, BESIDE[backend] if again else 0)
         self.left = Counter(self.kinds) - Counter([self.kinds[place] for place in self.places])
         self.one = dict(zip(self.kinds, self.layers, strict=True))
         together = [n for n, (_, here) in enumerate(self.one) if here]
@@ -153,9 +151,12 @@ class Steps:
         A step of many trained layers is laid out for some of them. What one more of a kind leaves
         alive, until the first layer's output is used for the last time, is what a layer of that
         kind has added to what is needed after it. Small arrays stand for those of layers that are
-        not laid out, as MLX's order of evaluation takes ``MAX_WIDTH`` of them at once.
+        not laid out, as MLX's order of evaluation takes ``MAX_WIDTH`` of them at once. Gradients
+        whose update is more than one kernel wait for the end, when all are there.
         """
-        small = sum([count * self._arrays(self.one[kind]) for kind, count in self.left.items()])
+        small = sum(
+            [count * len(self._trained(self.one[kind])) for kind, count in self.left.items()]
+        )
         found = self._levels(self.places, small % MAX_WIDTH)
         return max(self._continued(levels) for levels in found)
 
@@ -168,9 +169,14 @@ class Steps:
         layout = self._lay_out(self.layers[-1:], mlx_lm_step.forward_roots)
         return self.sample.above(("forward", self.kinds[-1]), layout)
 
-    def _arrays(self, layer: Layer) -> int:
-        """How many arrays of a layer are trained."""
-        return len(trained_arrays(self._kept([layer]), self.workload))
+    def _trained(self, layer: Layer) -> list[Trained]:
+        """The trained arrays of a layer."""
+        return trained_arrays(self._kept([layer]), self.workload)
+
+    def _waiting_bytes(self, layer: Layer) -> int:
+        """Of a layer's gradients, those that wait for their update."""
+        optimizer, arrays = self.workload.optimizer, self._trained(layer)
+        return sum([a.size_bytes for a in arrays if not updated_at_once(optimizer, a.width)])
 
     def _summed_together(self, kinds: Sequence[object]) -> list[bool]:
         """Whether gradients of a layer are, which makes its kind another one."""
@@ -178,7 +184,7 @@ class Steps:
         if self.workload.method != "full" or not any(ruled):
             return [False] * len(ruled)
         one = dict(zip(kinds, self.layers, strict=True))
-        arrays = {kind: self._arrays(layer) for kind, layer in one.items()}
+        arrays = {kind: len(self._trained(layer)) for kind, layer in one.items()}
         return summed_together([arrays[kind] for kind in kinds], ruled)
 
     def _continued(self, levels: Levels) -> int:
@@ -189,8 +195,9 @@ class Steps:
         pairs = zip(kinds, levels.needed, levels.needed[1:], strict=False)
         added = {kind: after - before for kind, before, after in pairs}
         more = sum([count * added[kind] for kind, count in self.left.items()])
+        waiting = [n * self._waiting_bytes(self.one[kind]) for kind, n in self.left.items()]
         *until, last = levels.peaks
-        return max(max(until) + more, last)
+        return max(max(until) + more, last + sum(waiting))
 
     def _levels(self, places: Sequence[int], small: int = 0) -> list[Levels]:
         kinds = [list(self.one).index(self.kinds[place]) for place in places]

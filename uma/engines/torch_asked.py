@@ -10,7 +10,7 @@ from uma.engines.torch_ops import AttentionKernel, LayerSettings, Linear, Linear
 from uma.engines.torch_roles import ALL, roles_of
 from uma.engines.torch_step import StepPeaks, StepSettings, step_peaks
 from uma.memory.adapters import is_target
-from uma.memory.loss import Copies
+from uma.memory.loss import Copies, sliced
 from uma.quantization import FLOAT32
 
 # Models with a bound for their logits, and for attention's scores (transformers 5.24,
@@ -138,11 +138,11 @@ def _frozen_layers(model: Model) -> int:
 
 def _copies(model: Model) -> Copies:
     """The loss: the program's own, one kernel that writes over the logits, or slices of tokens."""
-    asked, architecture = model.workload.loss, model.architecture
+    asked = model.workload.loss
     if asked == "fused":
         return replace(model.settings.copies, in_place=True, slices=1)
     if asked == "sliced":
-        return Copies(slices=ceil(architecture.vocab_size / architecture.hidden_size))
+        return sliced(model.architecture)
     return model.settings.copies
 
 

@@ -37,7 +37,7 @@ def deepspeed_terms(model: Model) -> list[MemoryTerm]:
         size = 0 if stage == 3 else _largest_bytes(model)
         source = "a copy of the largest gradient"  # temp_grad_buffer_for_gpu_offload
         return [*buckets, MemoryTerm("gradients", size, "exact", source)]
-    elements, width = _part(model), _width(model)
+    elements, width = _part(model), model.trained_width
     source = "float32 copies of trained weights"
     found = [MemoryTerm("master_weights", elements * FLOAT32, "exact", source)]
     source = "a device's part of them"
@@ -64,7 +64,7 @@ def first_gradient_terms(model: Model) -> list[MemoryTerm]:
     buckets = MemoryTerm("other", size, "exact", "reduce buckets", "backward")
     if spread.zero_stage == 1 or spread.offload_optimizer:
         return [buckets]
-    part = _part(model) * _width(model)
+    part = _part(model) * model.trained_width
     source = "a device's part of them"
     return [buckets, MemoryTerm("gradients", part, "exact", source, "backward")]
 
@@ -78,7 +78,7 @@ def update_bytes(model: Model) -> int:
     sub-group after the other, which ends with the parameter that fills it (``stage3.py``,
     ``step``, ``_prepare_fp32_grad_for_sub_group``, ``_create_fp16_sub_groups``).
     """
-    elements, width = _part(model), _width(model)
+    elements, width = _part(model), model.trained_width
     made = width + (FLOAT32 if width < FLOAT32 else 0)
     if model.workload.sharding.zero_stage == 3:
         elements = _sub_group(model)
@@ -105,7 +105,7 @@ def _beside_optimizer(model: Model) -> tuple[int, int]:
     stages 1 and 2 have a copy of the largest. A disk has all but the 16-bit gradients, and is read
     through buffers (``runtime/swap_tensor``).
     """
-    spread, elements, width = model.workload.sharding, _part(model), _width(model)
+    spread, elements, width = model.workload.sharding, _part(model), model.trained_width
     narrow, wide = elements * width, elements * FLOAT32
     if spread.offload_optimizer == "disk":
         buffers = OPTIMIZER_BUFFERS * FLOAT32 * _sub_group(model)
@@ -126,7 +126,7 @@ def _beside_parameters(model: Model) -> tuple[int, int]:
     Trained ones are one pinned array (``_create_param_groups_fp16_flat_cpu_memory``). With a disk
     so many as ``max_in_cpu`` stay on the host, beside the buffers for the others.
     """
-    elements, width = _part(model), _width(model)
+    elements, width = _part(model), model.trained_width
     if model.workload.sharding.offload_parameters == "host":
         return _idle(elements * width), 0
     kept = min(elements, PARAMETERS_ON_HOST) * width
@@ -146,7 +146,7 @@ def _idle(size_bytes: int) -> int:
 
 
 def _largest_bytes(model: Model) -> int:
-    return max(map(prod, model.shapes)) * _width(model)
+    return max(map(prod, model.shapes)) * model.trained_width
 
 
 def _sub_group(model: Model) -> int:
@@ -154,11 +154,6 @@ def _sub_group(model: Model) -> int:
     elements = _part(model)
     largest = ceil(max(map(prod, model.shapes)) * elements / trained_elements(model))
     return min(elements, SUB_GROUP + largest)
-
-
-def _width(model: Model) -> int:
-    """Bytes of a trained weight, and of its gradient."""
-    return model.weight_width if model.trains_all else model.settings.adapter_width
 
 
 def _part(model: Model) -> int:

@@ -14,7 +14,7 @@ from uma.architecture.layers import Architecture, Layer, Parameter
 from uma.engines import schemes
 from uma.engines.torch_ops import AttentionKernel
 from uma.frozen import dataclass
-from uma.memory.adapters import Adapter, adapters, layer_adapters, trained_layers
+from uma.memory.adapters import Adapter, adapter_elements, layer_adapters, trained_layers
 from uma.memory.loss import TRANSFORMERS, Copies
 from uma.memory.optimizer_states import States, torch_states
 from uma.quantization import FLOAT32
@@ -129,6 +129,11 @@ class Model:
         return self.workload.method == "full"
 
     @property
+    def trained_width(self) -> int:
+        """Bytes of a trained weight."""
+        return self.weight_width if self.trains_all else self.settings.adapter_width
+
+    @property
     def grades_frozen(self) -> bool:
         """Whether frozen parameters of the layers get gradients too."""
         return self.settings.mixes_frozen and self.workload.sharding.zero_stage == 3
@@ -173,7 +178,7 @@ class Model:
         for shape, count in _shapes(self):
             found[shape] += count
         if not found:
-            list(adapters(self.architecture, self.workload))  # says which names there are
+            adapter_elements(self.architecture, self.workload)  # says which names there are
         return found
 
 
@@ -267,9 +272,8 @@ def optimizer_states(model: Model) -> States:
     """
     if model.settings.deepspeed:
         return torch_states(model.workload.optimizer, (trained_elements(model),), FLOAT32)
-    width = model.weight_width if model.trains_all else model.settings.adapter_width
     total = States(0)
     for shape, count in model.shapes.items():
-        one = torch_states(_optimizer_of(shape, model), shape, width)
+        one = torch_states(_optimizer_of(shape, model), shape, model.trained_width)
         total += States(one.device_bytes * count, one.paged_bytes * count)
     return total

@@ -111,6 +111,7 @@ class Program:
     def __init__(self, graph: Graph, settings: LayerSettings) -> None:
         self.graph, self.settings, self.memory = graph, settings, graph.memory
         self.parameter_gradients: list[Buffer] = []
+        self._peak = (0, 0)  # of the memory, with the gradients that were there
         self.kept: list[Buffer] = []
         self.alike: float = 1  # matrices that one which is laid out stands for
         self.linears = settings.linear
@@ -212,9 +213,22 @@ class Program:
 
     def gradient(self, elements: int) -> None:
         """The gradient of a parameter, kept until the optimizer's step, or added to its sum."""
+        self.graded_at_peak()  # before there is one more
         gradient = self.memory.buffer(elements * self.settings.gradient_width)
         if not self.settings.adds_gradients:
             self.parameter_gradients.append(gradient)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of trained parameters."""
+        return sum(b.size_bytes for b in self.parameter_gradients)
+
+    def graded_at_peak(self) -> int:
+        """Gradients of parameters when the memory's peak was reached: asked before they change."""
+        peak = self.memory.peak_bytes
+        if peak != self._peak[0]:
+            self._peak = peak, self.gradient_bytes
+        return self._peak[1]
 
     def linear(self, name: str, x: Tensor, rows: int, columns: int) -> Tensor:
         """The layer ``name`` with its adapter."""

@@ -55,6 +55,7 @@ class StepSettings:
 class StepPeaks:
     """Bytes above what is always there, and the gradients that are left at the end.
 
+    ``graded_bytes`` are the gradients that are there when the backward pass needs most.
     ``logits_bytes`` are those of the loss at the end of the forward pass. ``loss_binds`` says that
     the backward pass needs most where it begins.
     """
@@ -62,7 +63,8 @@ class StepPeaks:
     forward_bytes: int
     backward_bytes: int
     gradient_bytes: int
-    logits_bytes: int = 0
+    graded_bytes: int
+    logits_bytes: int
     loss_binds: bool = False
 
 
@@ -72,7 +74,8 @@ class Unit:
 
     ``forward_bytes`` and ``backward_bytes`` are the peaks above what is alive before the pass,
     ``forward_left`` and ``backward_left`` what is alive after it, less what was before.
-    ``kept_bytes`` are inputs that nodes keep; ``width`` and ``has_graph`` are of its output.
+    ``gradient_bytes`` are those that it leaves, ``graded_bytes`` those at the peak of its backward
+    pass. ``kept_bytes`` are inputs that nodes keep; ``width`` and ``has_graph`` are of its output.
     """
 
     forward_bytes: int
@@ -80,6 +83,7 @@ class Unit:
     backward_bytes: int
     backward_left: int
     gradient_bytes: int
+    graded_bytes: int
     kept_bytes: int
     width: int
     has_graph: bool
@@ -132,7 +136,8 @@ class Step:
             left - given,
             memory.peak_bytes - before,
             after - before,
-            self.gradient_bytes,
+            self.run.gradient_bytes,
+            self.run.graded_at_peak(),
             kept,
             width,
             node is not None,
@@ -180,8 +185,8 @@ class Step:
         self.run.graph.backward(node)
         # FSDP's root has embeddings and head, and is whole until its last gradient.
         self._shard(1)
-        found = StepPeaks(ended, memory.peak_bytes, self.gradient_bytes, logits)
-        return found, memory.live_bytes
+        gradients = self.run.gradient_bytes, self.run.graded_at_peak()
+        return StepPeaks(ended, memory.peak_bytes, *gradients, logits), memory.live_bytes
 
     def loss_bytes(self, width: int) -> int:
         """The most that is alive from the last layer to the loss, without gradients."""
@@ -196,11 +201,6 @@ class Step:
         """That of embeddings or head, which are split too (Megatron, arXiv:1909.08053, 3)."""
         size = self.architecture.hidden_size * self.architecture.vocab_size
         self.run.gradient(size // self.run.settings.tensor)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Of trained parameters."""
-        return sum(b.size_bytes for b in self.run.parameter_gradients)
 
     def _loss(self, copies: Copies) -> LossRun:
         tokens, vocabulary = self.batch.tokens, self.architecture.vocab_size
@@ -217,11 +217,14 @@ class Step:
     def _shard(self, whole: int) -> None:
         """Gradients, but for the first ``whole``, once they are reduced: each device has a part."""
         gradients, shards = self.run.parameter_gradients, self.settings.gradient_shards
+        self.run.graded_at_peak()
         if self.settings.drops_gradients:
             gradients.clear()
         elif shards > 1:
             size = sum(b.size_bytes for b in gradients[whole:])
-            gradients[whole:] = [self.memory.buffer(size // shards)]
+            gradients.append(self.memory.buffer(size // shards))
+            self.run.graded_at_peak()  # with the part of each device
+            del gradients[whole:-1]
 
 
 class Units:
@@ -265,10 +268,11 @@ class Units:
         forward, out_width = self.without_graph(layers, width)
         out = self.elements * out_width
         if not has_graph and (settings.reentrant or not self.how.linear.trains):
-            return Unit(forward, out - x, 0, 0, 0, 0, out_width, has_graph=False)
+            return Unit(forward, out - x, 0, 0, 0, 0, 0, out_width, has_graph=False)
         selected = self._selected_bytes(layers) if settings.selective else 0
         saved = 0 if settings.offloads_inputs else x
         peak = live = x - saved
+        gradients = graded = 0
         units: list[Unit] = []
         for layer in layers:
             last = len(units) == len(layers) - 1
@@ -280,12 +284,13 @@ class Units:
         made_again = out if settings.reentrant else 0
         live += made_again - out
         for unit in reversed(units):
-            peak = max(peak, live + unit.backward_bytes)
+            if live + unit.backward_bytes > peak:
+                peak, graded = live + unit.backward_bytes, gradients + unit.graded_bytes
             live += unit.backward_left - unit.kept_bytes
+            gradients += unit.gradient_bytes
         live -= made_again + selected + (0 if settings.keeps_inputs else x) + (0 if keeps else out)
-        gradients = sum(unit.gradient_bytes for unit in units)
-        left = selected + out + saved - x
-        return Unit(selected + forward, left, peak, live, gradients, 0, out_width, has_graph=True)
+        left, backward = selected + out + saved - x, (peak, live, gradients, graded)
+        return Unit(selected + forward, left, *backward, 0, out_width, has_graph=True)
 
     def without_graph(self, layers: Sequence[Layer], width: int) -> tuple[int, int]:
         """The peak above the first one's input, which is saved, and the width of the output."""
@@ -352,20 +357,25 @@ def step_peaks(
         forward = max(forward, live + unit.forward_bytes)
         live += unit.forward_left
     found, live = part().ends(forward, live, unit.width, unit.has_graph)
-    backward, gradients = found.backward_bytes, found.gradient_bytes
+    backward, graded = found.backward_bytes, found.graded_bytes
+    gradients = found.gradient_bytes
     live += settings.first_gradient_bytes
     for unit in reversed(units):
-        backward = max(backward, live + unit.backward_bytes)
+        if live + unit.backward_bytes > backward:
+            backward, graded = live + unit.backward_bytes, gradients + unit.graded_bytes
         live += unit.backward_left
         gradients += unit.gradient_bytes
     if settings.embedding_trained:
         embedding = part()
         embedding.end_gradient()
-        backward = max(backward, live + embedding.memory.peak_bytes)
-        gradients += 0 if settings.drops_gradients else embedding.gradient_bytes
+        made, peak = embedding.run.gradient_bytes, live + embedding.memory.peak_bytes
+        if peak > backward:
+            backward, graded = peak, gradients + made
+        gradients += 0 if settings.drops_gradients else made
     last = sum(unit.kept_bytes for unit in units) if settings.holds_last_graph else 0
     peaks = found.forward_bytes + last, backward + last
-    return StepPeaks(*peaks, gradients, found.logits_bytes, backward == found.backward_bytes)
+    binds = backward == found.backward_bytes
+    return StepPeaks(*peaks, gradients, graded, found.logits_bytes, binds)
 
 
 def _units(

@@ -3,7 +3,7 @@
 What one device holds, by phase. ``Settings`` are the options of the stack.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil, prod
 
@@ -65,39 +65,52 @@ def training_terms(
     Without ``runtime_context`` and ``buffer_pool`` they are what torch counts as allocated.
     """
     model = Model(architecture, workload, settings)
-    spread, found = workload.sharding, step(model)
-    terms = [*_state_terms(model)]
+    found, terms = step(model), _state_terms(model)
     gathered = _gathered_bytes(model)
     if gathered:
-        terms.append(MemoryTerm("weights", gathered, "bound", "units gathered at once", "forward"))
-        terms.append(MemoryTerm("weights", gathered, "bound", "units gathered at once", "backward"))
+        terms += _both_ways(MemoryTerm("weights", gathered, "bound", "units gathered at once"))
     source = "values that autograd and the modelling files keep"
     logits = min(found.logits_bytes, found.forward_bytes)
     rest = found.forward_bytes - logits
     terms.append(MemoryTerm("activations", rest, "bound", source, "forward"))
     terms.append(MemoryTerm("logits", logits, "bound", "copies of the loss", "forward"))
-    held = _gradient_bytes(model, gradient_width(model))
-    gradients = min(held, found.backward_bytes) if found.gradient_bytes else 0  # dropped, or summed
     made = [] if found.loss_binds else first_gradient_terms(model)
-    terms += made
-    rest = found.backward_bytes - gradients - sum(term.size_bytes for term in made)
-    terms.append(MemoryTerm("gradients", gradients, "exact", EACH_GRADIENT, "backward"))
+    terms += [*made, _graded_term(model, found.graded_bytes)]
+    rest = found.backward_bytes - found.graded_bytes - sum(term.size_bytes for term in made)
     terms.append(MemoryTerm("activations", rest, "bound", source, "backward"))
     if adds_gradients(model):
         held = model.part(graded_elements(model) * gradient_width(model), 1)
-        source = "the sum of earlier batches"
-        terms.append(MemoryTerm("gradients", held, "exact", source, "forward"))
-        terms.append(MemoryTerm("gradients", held, "exact", source, "backward"))
+        terms += _both_ways(MemoryTerm("gradients", held, "exact", "the sum of earlier batches"))
     terms += _optimizer_terms(model)
     terms += _later_terms(model)
-    if settings.whole_at_load and spread.zero_stage == 3:
+    terms += _load_terms(model)
+    return (*terms, *_device_terms(workload, settings, terms))
+
+
+def _both_ways(term: MemoryTerm) -> list[MemoryTerm]:
+    """What is there while layers run, forward and backward."""
+    return [replace(term, phase="forward"), replace(term, phase="backward")]
+
+
+def _graded_term(model: Model, graded_bytes: int) -> MemoryTerm:
+    """Gradients that are there when the backward pass needs most: all of them, or the first."""
+    if graded_bytes == _gradient_bytes(model, gradient_width(model)):
+        return MemoryTerm("gradients", graded_bytes, "exact", EACH_GRADIENT, "backward")
+    source = "those that are there at the peak"
+    return MemoryTerm("gradients", graded_bytes, "bound", source, "backward")
+
+
+def _load_terms(model: Model) -> Iterator[MemoryTerm]:
+    """What programs make at loading beside what stays."""
+    settings, workload = model.settings, model.workload
+    if settings.whole_at_load and workload.sharding.zero_stage == 3:
         whole = weights_bytes(model)
-        terms.append(MemoryTerm("weights", whole, "exact", "the model before sharding", "load"))
+        yield MemoryTerm("weights", whole, "exact", "the model before sharding", "load")
     if settings.quantizes_whole and workload.quantized:
         source = "a matrix beside all levels of nf4"
-        size = quantizing_bytes(architecture)
-        terms.append(MemoryTerm("activations", size, "bound", source, "load"))
-    return (*terms, *_device_terms(workload, settings, terms))
+        yield MemoryTerm(
+            "activations", quantizing_bytes(model.architecture), "bound", source, "load"
+        )
 
 
 def quantizing_bytes(architecture: Architecture) -> int:
@@ -230,7 +243,7 @@ def _optimizer_terms(model: Model) -> list[MemoryTerm]:
     spread, settings = model.workload.sharding, model.settings
     if spread.offload_optimizer or settings.optimizer_in_backward or settings.deepspeed:
         return []
-    width = model.weight_width if model.trains_all else settings.adapter_width
+    width = model.trained_width
     optimizer, shards = model.workload.optimizer, spread.shards if spread.zero_stage else 1
     if optimizer == "adafactor":
         largest = adafactor_temporary_bytes(max(map(prod, model.shapes)), width)

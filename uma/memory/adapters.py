@@ -1,7 +1,8 @@
 """Adapters: which matrices get one, and the arrays that it is made of."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
+from itertools import chain
 
 from uma.architecture.layers import Architecture, Layer, Parameter
 from uma.errors import UsageError
@@ -74,24 +75,20 @@ def is_target(parameter: Parameter, targets: tuple[str, ...]) -> bool:
 
 
 def adapters(architecture: Architecture, workload: TrainingWorkload) -> Iterator[Adapter]:
-    """The adapters of every trained layer, in the layers' order.
+    """The adapters of every trained layer, in the layers' order; none where none is named."""
+    for layer in trained_layers(architecture, workload):
+        yield from layer_adapters(layer, workload)
 
-    Raises:
-        UsageError: If no matrix of the trained layers is named by ``targets``.
-    """
-    found = [
-        adapter
-        for layer in trained_layers(architecture, workload)
-        for adapter in layer_adapters(layer, workload)
-    ]
-    if not found and workload.method != "full":
-        last = filter(is_adaptable, architecture.layers[-1].parameters)
-        names = {p.name.rsplit(".", 1)[-1] for p in last}
-        raise UsageError(
-            f"no matrix is named {', '.join(workload.targets)}; this model has "
-            f"{', '.join(sorted(names))}"
-        )
-    yield from found
+
+def none_named(
+    names: tuple[str, ...], among: Iterable[Parameter], workload: TrainingWorkload
+) -> UsageError:
+    """That no matrix has one of ``names``, with those that there are ``among`` trained layers."""
+    known = ", ".join(sorted({p.name.rpartition(".")[2] for p in among if is_adaptable(p)}))
+    last = workload.num_layers
+    where = "this model has" if last is None else f"its last {last} layers have"
+    what = f"is named {', '.join(names)}" if names else "takes an adapter"
+    return UsageError(f"no matrix {what}; {where} {known or 'none'}")
 
 
 def layer_adapters(layer: Layer, workload: TrainingWorkload) -> Iterator[Adapter]:
@@ -107,7 +104,7 @@ def mlx_adapters(architecture: Architecture, workload: TrainingWorkload) -> Iter
     """Those of mlx-lm, whose DoRA has no form for stacked experts (0.32.2, ``tuner/utils.py``).
 
     Raises:
-        UsageError: If it is asked for one, or no matrix is named by ``targets``.
+        UsageError: If it is asked for one.
     """
     for adapter in adapters(architecture, workload):
         require_form(adapter)
@@ -127,5 +124,13 @@ def require_form(adapter: Adapter) -> None:
 
 
 def adapter_elements(architecture: Architecture, workload: TrainingWorkload) -> int:
-    """Trained elements of all adapters."""
-    return sum(adapter.size for adapter in adapters(architecture, workload))
+    """Trained elements of all adapters.
+
+    Raises:
+        UsageError: If no matrix of the trained layers is named by ``targets``.
+    """
+    found = sum(adapter.size for adapter in adapters(architecture, workload))
+    if not found and workload.method != "full":
+        layers = trained_layers(architecture, workload)
+        raise none_named(workload.targets, chain(*(x.parameters for x in layers)), workload)
+    return found

@@ -3,6 +3,9 @@
 A logit is one of ``vocab_size`` numbers a token; widths are bytes an element.
 """
 
+from math import ceil
+
+from uma.architecture.layers import Architecture
 from uma.frozen import dataclass
 from uma.memory.autograd import Buffer, Memory
 from uma.quantization import FLOAT32
@@ -38,6 +41,14 @@ class Copies:
 TRANSFORMERS_45 = Copies(shifts=True, keeps_logits=False)
 TRANSFORMERS_46 = Copies(shifts=True)  # until 4.49, which pads the labels instead
 TRANSFORMERS = Copies()
+
+
+def sliced(architecture: Architecture) -> Copies:
+    """Liger's and Unsloth's: as many slices as the vocabulary is wider than the input.
+
+    Liger-Kernel 0.5, ``ops/fused_linear_cross_entropy.py``, ``inc_factor``.
+    """
+    return Copies(slices=ceil(architecture.vocab_size / architecture.hidden_size))
 
 
 class LossRun:

@@ -33,19 +33,19 @@ class Kind(NamedTuple):
     ``elements`` those of all outputs.
     """
 
-    shares: bool
-    donors: Numbers
-    dispatches: int
-    copies: bool
-    made: Numbers
-    temporary: int
-    largest: int
-    room: int
-    spanned: Numbers
-    elements: int
+    shares: bool = False
+    donors: Numbers = ()
+    dispatches: int = 0
+    copies: bool = False
+    made: Numbers = ()
+    temporary: int = 0
+    largest: int = 0
+    room: int = 0
+    spanned: Numbers = ()
+    elements: int = 0
 
 
-VIEWS = Kind(True, (), 0, False, (), 0, 0, 0, (), 0)
+VIEWS = Kind(shares=True)
 """That of an operation whose outputs are views: it does nothing."""
 
 
@@ -59,16 +59,15 @@ def kind_of(
     made = tuple([buffer_bytes(x.spanned * x.itemsize, backend) for x in found.outputs])
     temporaries = [buffer_bytes(size, backend) for size in found.temporaries]
     return Kind(
-        False,
-        tuple([i for i in found.donors if inputs[i].itemsize == head.itemsize]),
-        found.dispatches,
-        found.copies,
-        made,
-        sum(temporaries),
-        max([*made[1:], *temporaries], default=0),
-        maxsize if found.exact else outputs[0].nbytes + DONATION_EXTRA,
-        (*[x.spanned for x in inputs], head.spanned),
-        sum([x.spanned for x in found.outputs]) if found.dispatches else 0,
+        donors=tuple([i for i in found.donors if inputs[i].itemsize == head.itemsize]),
+        dispatches=found.dispatches,
+        copies=found.copies,
+        made=made,
+        temporary=sum(temporaries),
+        largest=max([*made[1:], *temporaries], default=0),
+        room=maxsize if found.exact else outputs[0].nbytes + DONATION_EXTRA,
+        spanned=(*[x.spanned for x in inputs], head.spanned),
+        elements=sum([x.spanned for x in found.outputs]) if found.dispatches else 0,
     )
 
 

@@ -111,6 +111,12 @@ class FineTuning:
     rows: Rows
     not_modelled: str = ""
 
+    @property
+    def update_rows(self) -> int:
+        """Rows of data, packed or not, that an update is made of."""
+        batch = min(self.rows.batch_size, len(self.rows.train))
+        return batch * self.workload.grad_accumulation_steps
+
     def passing(self, cut: Cut) -> Rows:
         """The rows as they go through the model."""
         return self.rows if cut.row_tokens is None else self.rows.repacked(cut.row_tokens)
@@ -266,7 +272,7 @@ def _notes(case: FineTuning, asked: Cut, taken: Cut) -> Iterator[str]:
     if taken == asked:
         return
     rows, batch = taken.micro_batch or case.rows.batch_size, case.rows.batch_size
-    cuts = [f"{_rows(rows)} of a batch of {batch} at once"] if rows < batch else []
+    cuts = [f"{rows_text(rows)} of a batch of {batch} at once"] if rows < batch else []
     if taken.row_tokens != asked.row_tokens:
         cuts.append(f"the examples of a packed row in rows of at most {taken.row_tokens:,} tokens")
     if taken.loss_slice_bytes != asked.loss_slice_bytes:
@@ -276,12 +282,15 @@ def _notes(case: FineTuning, asked: Cut, taken: Cut) -> Iterator[str]:
         )
     yield (
         f"to stay within {format_gib(case.budget.budget_bytes)} ({case.budget.winner}): "
-        f"{', '.join(cuts)}; an update still sees "
-        f"{_rows(batch * case.workload.grad_accumulation_steps)}"
+        f"{', '.join(cuts)}; an update still sees {rows_text(case.update_rows)}"
     )
 
 
-def _rows(count: int) -> str:
+def rows_text(count: int) -> str:
+    """
+    >>> rows_text(1), rows_text(1024)
+    ('1 row', '1,024 rows')
+    """
     return "1 row" if count == 1 else f"{count:,} rows"
 
 
@@ -301,50 +310,6 @@ def longest(found: Counter[Shape]) -> int:
 def positions(found: Counter[Shape]) -> int:
     """Positions of all passes of an epoch, padding included."""
     return sum(rows * length * count for (rows, length), count in found.items())
-
-
-def remedies(plan: FineTuningPlan) -> list[str]:
-    """What would fit, the cheapest change first; each is tried."""
-    case = plan.case
-    if plan.ledger.terms == (case.form.weights,) or _is_too_large(case):
-        return [_smaller_base(case)]
-    found = []
-    cut = plan_fine_tuning(case, plan.cut, smaller=True)
-    if cut.ledger.verdict in ("fits", "tight"):
-        found.append(f"--budget auto: {_rows(cut.micro_batch)} at once, the same updates")
-    best = cut.cut
-    most = max(inputs for inputs, _ in case.rows.train)
-    for length in (most // 2, most // 4, most // 8):
-        if length < 64:
-            break
-        shorter = replace(case, rows=_shortened(case.rows, length))
-        if peak(shorter.terms(replace(best, row_tokens=None))[1])[1] <= case.budget.budget_bytes:
-            found.append(f"--max-seq-length {length + 1} with --overlong split, and --budget auto")
-            break
-    layers = case.workload.num_layers or len(case.architecture.layers)
-    if layers > 4:
-        fewer = replace(case, workload=replace(case.workload, num_layers=4))
-        if peak(fewer.terms(best)[1])[1] <= case.budget.budget_bytes:
-            found.append("--num-layers 4 with --budget auto: adapts less")
-    for rank in (64, 8, 1):
-        if case.workload.method == "full" or rank >= case.workload.rank:
-            continue
-        lower = replace(case, workload=replace(case.workload, rank=rank))
-        if peak(lower.terms(best)[1])[1] <= case.budget.budget_bytes:
-            found.append(f"--rank {rank} with --budget auto: adapts less")
-            break
-    several = "a smaller --num-layers, --rank and --max-seq-length together"
-    return found or [f"no one change that was tried fits; {several} may, or a smaller base"]
-
-
-def _is_too_large(case: FineTuning) -> bool:
-    return case.form.weights.size_bytes > case.budget.budget_bytes
-
-
-def _smaller_base(case: FineTuning) -> str:
-    size = format_gib(case.form.weights.size_bytes)
-    base = "a smaller base" if case.form.quantization else "a smaller or a quantized base"
-    return f"the weights alone take {size}: only {base} would fit"
 
 
 def packed_row(examples: Sequence[Row]) -> Row:
@@ -367,17 +332,3 @@ def require_packable(architecture: Architecture) -> None:
             f"examples cannot be packed for this model: {what} on into the next one; leave out "
             "--packing"
         )
-
-
-def _shortened(rows: Rows, length: int) -> Rows:
-    train, validation = (
-        tuple(part for row in split for part in _parts(row, length))
-        for split in (rows.train, rows.validation)
-    )
-    return Rows(train, validation, rows.batch_size)
-
-
-def _parts(row: Row, most: int) -> list[Row]:
-    inputs, targets = row
-    whole, rest = divmod(inputs, most)
-    return [(n, min(n, targets)) for n in [most] * whole + ([rest] if rest else [])]

@@ -3,7 +3,7 @@
 import datetime
 from typing import Any
 
-from uma.plan.fine_tuning import FineTuningPlan, longest, remedies
+from uma.plan.fine_tuning import FineTuningPlan, longest
 from uma.plan.training.time import Duration
 from uma.report import SCHEMA_VERSION
 from uma.report.ledger import ledger_text
@@ -29,8 +29,7 @@ def plan_text(plan: FineTuningPlan, time: Duration | NotKnown, name: str) -> str
 def batches_text(plan: FineTuningPlan) -> str:
     """The batches on one line: how large, how cut, how many shapes, how much padding."""
     case, (rows, length) = plan.case, plan.worst
-    steps = case.workload.grad_accumulation_steps
-    update = f"updates of {_count(case.rows.batch_size * steps, 'row')}"
+    update = f"updates of {_count(case.update_rows, 'row')}"
     if plan.micro_batch < case.rows.batch_size:
         update += f", {plan.micro_batch:,} of the longest at once"
     if plan.cut.row_tokens is not None:
@@ -68,6 +67,8 @@ def finishing(time: Duration) -> tuple[datetime.datetime, datetime.datetime]:
 
 def exceeds_text(plan: FineTuningPlan, name: str) -> str:
     """What a plan that exceeds is short of, and what would fit."""
+    from uma.plan.fine_tuning_remedies import remedies
+
     budget, (rows, length) = plan.case.budget, plan.worst
     own = budget.user_bytes is not None and plan.ledger.predicted_peak_bytes > budget.user_bytes
     line = (

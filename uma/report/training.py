@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from uma.catalog.listed import ListedModel
 from uma.ledger import phase_totals
 from uma.memory.term import MemoryTerm
+from uma.plan.training.case import TrainingCase
 from uma.plan.training.estimate import TrainingEstimate
 from uma.plan.training.inverses import MOST
 from uma.units import format_gib
@@ -77,8 +78,8 @@ def _headline(found: TrainingEstimate) -> Iterator[str]:
     """What is needed of what there is; first the host, where that is what lacks."""
     needed, budget = found.ledger.predicted_peak_bytes, found.ledger.budget_bytes or 0
     device = _of(needed, budget)
-    if found.host_excess_bytes:
-        yield f"the host {_of(found.host_held_bytes, found.host_room_bytes or 0)}"
+    if found.host.excess_bytes:
+        yield f"the host {_of(found.host.held_bytes, found.host.room_bytes or 0)}"
         device = f"the device {device}"
     yield device
 
@@ -200,7 +201,7 @@ def training_json(
 ) -> dict[str, Any]:
     """The document of ``uma estimate --train --json``."""
     case, ledger = found.case, found.ledger
-    workload, needed = case.workload, ledger.predicted_peak_bytes
+    needed = ledger.predicted_peak_bytes
     return {
         "schema_version": 1,
         "model": model,
@@ -208,26 +209,7 @@ def training_json(
         "engine": case.engine,
         "trainer": case.trainer if case.engine == "mlx" else None,
         "stack": case.stack.name if case.engine == "torch" else None,
-        "workload": {
-            "method": workload.method,
-            "rank": None if workload.method == "full" else workload.rank,
-            "targets": list(workload.targets),
-            "num_layers": workload.num_layers,
-            "batch_size": workload.batch_size,
-            "max_seq_length": workload.max_seq_length,
-            "grad_checkpoint": workload.grad_checkpoint,
-            "grad_accumulation_steps": workload.grad_accumulation_steps,
-            "optimizer": workload.optimizer,
-            "quantized": workload.quantized or None,
-            "loss": workload.loss,
-            "attention": workload.attention,
-            "mem_kind": workload.mem_kind,
-            "precision": case.stack.precision,
-            "prepare_kbit": case.stack.prepare_kbit,
-            "lora_dropout": case.stack.lora_dropout,
-            "optimizer_in_backward": case.stack.optimizer_in_backward,
-            "fused_kernels": case.stack.fused_kernels,
-        },
+        "workload": _workload_json(case),
         "trainable_parameters": found.trainable_parameters,
         "terms": [_term_json(term) for term in ledger.terms],
         "total_bytes": needed,
@@ -245,6 +227,30 @@ def training_json(
         "measures": [_measure_json(measure) for measure in found.measures],
         "data": None if found.data is None else _data_json(found.data),
         "notes": list(found.notes),
+    }
+
+
+def _workload_json(case: TrainingCase) -> dict[str, Any]:
+    workload, stack = case.workload, case.stack
+    return {
+        "method": workload.method,
+        "rank": None if workload.method == "full" else workload.rank,
+        "targets": list(workload.targets),
+        "num_layers": workload.num_layers,
+        "batch_size": workload.batch_size,
+        "max_seq_length": workload.max_seq_length,
+        "grad_checkpoint": workload.grad_checkpoint,
+        "grad_accumulation_steps": workload.grad_accumulation_steps,
+        "optimizer": workload.optimizer,
+        "quantized": workload.quantized or None,
+        "loss": workload.loss,
+        "attention": workload.attention,
+        "mem_kind": workload.mem_kind,
+        "precision": stack.precision,
+        "prepare_kbit": stack.prepare_kbit,
+        "lora_dropout": stack.lora_dropout,
+        "optimizer_in_backward": stack.optimizer_in_backward,
+        "fused_kernels": stack.fused_kernels,
     }
 
 
@@ -267,8 +273,8 @@ def _sharding_json(found: TrainingEstimate) -> dict[str, Any]:
         "device_disk_bytes": places.disk_bytes,
         "host_bytes": found.host_bytes,
         "disk_bytes": found.disk_bytes,
-        "host_room_bytes": found.host_room_bytes,
-        "host_excess_bytes": found.host_excess_bytes,
+        "host_room_bytes": found.host.room_bytes,
+        "host_excess_bytes": found.host.excess_bytes,
         "sent_bytes": places.sent_bytes,
     }
 

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from uma.checkpoint import Progress
+from uma.checkpoint.adapter import CONFIG, WEIGHTS
 from uma.errors import CheckpointError, UmaError, UnsupportedModel, UsageError
 from uma.quantization import Quantization
 from uma.runtime.forms import Convert, form_name, leaves, quantizer, to_float32
@@ -223,13 +224,14 @@ def add_adapter(model: nn.Module, adapter_path: Path) -> int:
     """Put a LoRA, DoRA or fully tuned adapter on the model; its bytes.
 
     Raises:
-        CheckpointError: If the folder holds no adapter of mlx-lm's, or one of another model.
+        CheckpointError: If the folder holds no adapter of mlx-lm's, one of another model, or one
+            that is not finite.
     """
     from mlx_lm.utils import load_adapters
 
     before = weights_bytes(model)
     try:
-        _require_own_format(adapter_path / "adapter_config.json")
+        _require_own_format(adapter_path / CONFIG)
         load_adapters(model, str(adapter_path))
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
         lines = str(error).splitlines()
@@ -237,7 +239,19 @@ def add_adapter(model: nn.Module, adapter_path: Path) -> int:
         raise CheckpointError(f"the adapter {adapter_path} cannot be used: {shown}") from error
     model.eval()
     mx.eval(model.parameters())
+    _require_finite(model, adapter_path / WEIGHTS)
     return weights_bytes(model) - before
+
+
+def _require_finite(model: nn.Module, weights_file: Path) -> None:
+    """Refuse an adapter with a NaN or an infinity: every answer would be one."""
+    parameters = dict(tree_flatten(model.parameters()))
+    names: Any = mx.load(str(weights_file))  # not evaluated
+    for name in parameters.keys() & names.keys():
+        if not mx.isfinite(parameters[name]).all().item():
+            raise CheckpointError(
+                f"{weights_file}: {name} holds numbers that are not finite; train it again"
+            )
 
 
 def _require_own_format(config: Path) -> None:

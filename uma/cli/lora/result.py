@@ -89,7 +89,7 @@ def _settings_json(asked: Asked) -> dict[str, Any]:
 def _measured(plan: "FineTuningPlan", loaded: "LoadedModel", result: "Result") -> "Ledger":
     """The terms of the plan beside what of them was measured.
 
-    Of a phase with several temporaries only the peak is known.
+    Of a phase with several temporaries only the peak is known, and none before an update.
     """
     held, terms = result.held, plan.ledger.terms
     measured = {
@@ -103,7 +103,8 @@ def _measured(plan: "FineTuningPlan", loaded: "LoadedModel", result: "Result") -
         if len(own) == 1:
             sizes = [measured.get((t.name, t.phase), t.size_bytes) for t in there if t != own[0]]
             measured[own[0].name, phase] = max(0, size - sum(sizes))
-    return replace(plan.ledger, measured=measured, measured_peak_bytes=held.peak_bytes)
+    peak = held.peak_bytes if "optimizer" in held.peaks else None
+    return replace(plan.ledger, measured=measured, measured_peak_bytes=peak)
 
 
 def _document(

@@ -1,6 +1,7 @@
 """The process that a person started: it lets a child train, and says how that ended."""
 
 import json as json_module
+import os
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ def supervise(asked: Asked) -> int:
 
     asked = _on_disk(asked)
     while True:
-        begun = _begins(events(asked.adapter_path))
+        begun = _begins(events(asked.adapter_path), os.getpid())
         given = {HANDED: handed(asked), SHOWN: "1" if sys.stderr.isatty() else ""}
         ended = run_child(_TRAIN, given, allow_sleep=asked.allow_sleep)
         cause = cause_of(ended)
@@ -39,7 +40,7 @@ def supervise(asked: Asked) -> int:
             print(ended.output, end="", flush=True)
         if cause is None:
             told = not ended.code or ended.output
-            if not told and _begins(events(asked.adapter_path)) > begun:
+            if not told and _begins(events(asked.adapter_path), os.getpid()) > begun:
                 _tell_kept(asked.adapter_path)
             return _code(ended)
         _tell(asked, ended, cause)
@@ -177,7 +178,7 @@ def detach(asked: Asked) -> int:
         output = (folder / OUTPUT).open("ab")
     except OSError as error:
         raise unwritable(folder, error) from None
-    before, begun = output.tell(), _begins(events(folder))
+    before, log = output.tell(), events(folder)
     with output:
         process = subprocess.Popen(
             _TRAIN,
@@ -187,7 +188,8 @@ def detach(asked: Asked) -> int:
             env={**child_environment(), HANDED: handed(asked)},
             start_new_session=True,
         )
-    while process.poll() is None and _begins(events(folder)) == begun:
+    begun = _begins(log, process.pid)
+    while process.poll() is None and _begins(events(folder), process.pid) == begun:
         time.sleep(POLL_S)
     if process.poll() is not None:
         with (folder / OUTPUT).open(encoding="utf-8", errors="replace") as file:
@@ -210,5 +212,6 @@ def _tell_detached(asked: Asked, pid: int) -> None:
     print(f"it writes to {folder / OUTPUT}; kill {pid} saves and ends it")
 
 
-def _begins(log: list[dict[str, Any]]) -> int:
-    return sum(event["event"] == "begin" for event in log)
+def _begins(log: list[dict[str, Any]], pid: int) -> int:
+    """How often a child of the process ``pid`` began: another may train in the folder."""
+    return sum(event["event"] == "begin" and event.get("parent") == pid for event in log)

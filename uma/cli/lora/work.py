@@ -120,12 +120,15 @@ def _require_room(asked: Asked, source: "ModelSource", plan: "FineTuningPlan") -
     """
     from uma.cli.lora.plan import trained_of
     from uma.engines.mlx_training import optimizer_bytes
-    from uma.measurement.run_folder import checkpoints, held
+    from uma.measurement.run_folder import BEST, CHECKPOINTS, checkpoints, held
+    from uma.runtime.lora.adapter import require_writable
 
     arrays = trained_of(asked, source, plan.case.form)
     trained = sum(array.size_bytes for array in arrays)
     whole = trained + optimizer_bytes(plan.case.workload, arrays)
     with held(asked.adapter_path):
+        for folder in (CHECKPOINTS, BEST):
+            require_writable(asked.adapter_path / folder)
         free = shutil.disk_usage(asked.adapter_path).free
         there = len(checkpoints(asked.adapter_path))
     # The checkpoints that stay and the one being written; the adapter, its copy, the best one.

@@ -10,9 +10,8 @@ from typing import Literal
 
 from uma.frozen import dataclass
 from uma.plan.training.stack import Stack
-from uma.workload import Sharding, TrainingEngine, TrainingWorkload, bits_word
+from uma.workload import Place, Sharding, TrainingEngine, TrainingWorkload, bits_word
 
-Place = Literal["", "host", "disk"]
 Kind = Literal["lora", "qlora", "dora", "full"]
 """What is trained; ``lora`` and ``dora`` may be on a base in fewer bits, ``qlora`` is."""
 

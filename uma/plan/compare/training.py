@@ -9,13 +9,7 @@ from uma.ledger import Verdict
 from uma.machine import default_reserve_bytes
 from uma.plan.compare.candidates import Candidate
 from uma.plan.compare.plans import Plan, no_prompt
-from uma.plan.compare.recipes import (
-    GIVES_UP,
-    Place,
-    Recipe,
-    mlx_recipes,
-    torch_recipes,
-)
+from uma.plan.compare.recipes import GIVES_UP, Recipe, mlx_recipes, torch_recipes
 from uma.plan.compare.training_subject import TrainingSubject
 from uma.plan.compare.unified import with_raised_limit
 from uma.plan.training.case import TrainingCase
@@ -26,6 +20,7 @@ from uma.speed.processor import processors_of
 from uma.speed.rate import NotKnown, Rate
 from uma.speed.training import HostMemory, training_tps
 from uma.units import format_gib
+from uma.workload import Place
 
 if TYPE_CHECKING:
     from uma.plan.compare.search import Wanted

@@ -21,7 +21,7 @@ from uma.plan.training.case import TrainingCase
 from uma.plan.training.places import Places, places
 from uma.plan.training.stacks import settings_for
 from uma.plan.training.verdict import least_bytes
-from uma.quantization import Quantization, quantization_of_config
+from uma.quantization import quantization_for, quantization_of_config
 from uma.speed.stored import even_reads
 from uma.workload import TrainingWorkload
 
@@ -114,13 +114,14 @@ class TrainingSubject:
         """Of the whole model, as it is held."""
         if case.weights is not None:
             return case.weights.size_bytes
-        model = Model(self.architecture, case.workload, case.settings)
         key = ("weights", case.workload.quantized, case.stack)
-        return self._once(key, lambda: weights_bytes(model))
+        return self._once(key, lambda: weights_bytes(case.torch_model))
 
     def _weights(self, bits: int) -> MemoryTerm:
-        held = Quantization(bits, 64) if bits < 16 else None
-        return self._once(("weights", bits), lambda: weight_bytes(self.architecture, held))
+        def make() -> MemoryTerm:
+            return weight_bytes(self.architecture, quantization_for(bits))
+
+        return self._once(("weights", bits), make)
 
     def _once(self, key: Any, make: Callable[[], T]) -> T:
         if key not in self.known:

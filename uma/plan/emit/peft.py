@@ -121,27 +121,7 @@ def peft_script(training: Training) -> Iterator[str]:
     asked = training.workload
     adapters = asked.method != "full"
     yield from _launch(training)
-    yield "import json"
-    if asked.quantized and asked.sharding.zero_stage != 3:
-        yield "import os"
-    yield "import sys"
-    yield ""
-    yield "import torch"
-    if adapters:
-        prepared = ", prepare_model_for_kbit_training" if training.prepares else ""
-        yield f"from peft import LoraConfig, get_peft_model{prepared}"
-    yield "from transformers import (  # 5.24"
-    yield "    AutoModelForCausalLM,"
-    yield "    AutoTokenizer,"
-    if asked.quantized:
-        yield "    BitsAndBytesConfig,"
-    yield "    DataCollatorForLanguageModeling,"
-    if training.dequantizer:
-        yield f"    {training.dequantizer},"
-    yield "    Trainer,"
-    yield "    TrainingArguments,"
-    yield ")"
-    yield ""
+    yield from _imports(training)
     yield f"MODEL = {training.model!r}"
     yield 'DATA = sys.argv[1]  # a file with a JSON object in each line, its text under "text"'
     yield "DEEPSPEED = sys.argv[2] if len(sys.argv) > 2 else None  # what --emit deepspeed printed"
@@ -178,6 +158,31 @@ def _launch(training: Training) -> Iterator[str]:
         yield f"# deepspeed --num_gpus {spread.data} train.py DATA.jsonl ds.json (--emit deepspeed)"
     else:
         yield f"# torchrun --nproc-per-node {spread.data} train.py DATA.jsonl"
+
+
+def _imports(training: Training) -> Iterator[str]:
+    asked = training.workload
+    yield "import json"
+    if asked.quantized and asked.sharding.zero_stage != 3:
+        yield "import os"
+    yield "import sys"
+    yield ""
+    yield "import torch"
+    if asked.method != "full":
+        prepared = ", prepare_model_for_kbit_training" if training.prepares else ""
+        yield f"from peft import LoraConfig, get_peft_model{prepared}"
+    yield "from transformers import (  # 5.24"
+    yield "    AutoModelForCausalLM,"
+    yield "    AutoTokenizer,"
+    if asked.quantized:
+        yield "    BitsAndBytesConfig,"
+    yield "    DataCollatorForLanguageModeling,"
+    if training.dequantizer:
+        yield f"    {training.dequantizer},"
+    yield "    Trainer,"
+    yield "    TrainingArguments,"
+    yield ")"
+    yield ""
 
 
 def _arguments(training: Training) -> Iterator[str]:

@@ -11,9 +11,9 @@ from uma.errors import UsageError
 from uma.plan.emit.deepspeed import deepspeed_json
 from uma.plan.emit.peft import LEARNING_RATES, MIXED, Training, check_trainer, peft_script
 from uma.units import printable
+from uma.workload import Sharding
 
 TrainingTarget = Literal["peft", "deepspeed", "fsdp"]
-TRAINING_TARGETS: tuple[TrainingTarget, ...] = ("peft", "deepspeed", "fsdp")
 
 
 def training_configuration(target: TrainingTarget, training: Training) -> str:
@@ -39,16 +39,7 @@ def _fsdp(training: Training) -> Iterator[str]:
     """
     asked = training.workload
     spread = asked.sharding
-    if spread.zero_stage not in (2, 3) or spread.data == 1:
-        raise UsageError(
-            "--emit fsdp: FSDP shards over several devices as ZeRO stages 2 and 3 do; plan with "
-            "--devices and --zero-stage 3, or --emit peft for one device"
-        )
-    if spread.offload_optimizer != spread.offload_parameters or "disk" in spread.offload_parameters:
-        raise UsageError(
-            "--emit fsdp: FSDP offloads parameters, gradients and states together, to the host; "
-            "--emit deepspeed offloads each by itself"
-        )
+    _check_fsdp(spread)
     flag = {True: "true", False: "false"}
     yield "# accelerate launch --config_file THIS_FILE train.py, the script of --emit peft-fsdp"
     yield "compute_environment: LOCAL_MACHINE"
@@ -76,3 +67,21 @@ def _fsdp(training: Training) -> Iterator[str]:
     yield f"  fsdp_activation_checkpointing: {flag[bool(asked.grad_checkpoint)]}"
     yield "  fsdp_cpu_ram_efficient_loading: true  # one process reads the file for all"
     yield "  fsdp_state_dict_type: FULL_STATE_DICT"
+
+
+def _check_fsdp(spread: Sharding) -> None:
+    """Refuse what FSDP does not shard.
+
+    Raises:
+        UsageError: With what to do instead.
+    """
+    if spread.zero_stage not in (2, 3) or spread.data == 1:
+        raise UsageError(
+            "--emit fsdp: FSDP shards over several devices as ZeRO stages 2 and 3 do; plan with "
+            "--devices and --zero-stage 3, or --emit peft for one device"
+        )
+    if spread.offload_optimizer != spread.offload_parameters or "disk" in spread.offload_parameters:
+        raise UsageError(
+            "--emit fsdp: FSDP offloads parameters, gradients and states together, to the host; "
+            "--emit deepspeed offloads each by itself"
+        )

@@ -8,14 +8,14 @@ from uma.dataset.batches import padded_length
 from uma.frozen import dataclass
 from uma.ledger import peak
 from uma.machine import Budget, Machine
-from uma.memory.adapters import adapters
+from uma.memory.adapters import adapter_elements
 from uma.memory.term import MemoryTerm
 from uma.plan.estimate import ceiling_bytes
 from uma.plan.training.stack import Stack
 from uma.workload import Trainer, TrainingEngine, TrainingWorkload, bits_named
 
 if TYPE_CHECKING:
-    from uma.engines.torch_model import Settings
+    from uma.engines.torch_model import Model, Settings
 
 SHORT = 256
 
@@ -43,6 +43,13 @@ class TrainingCase:
         from uma.plan.training.stacks import settings_for
 
         return settings_for(self.stack, self.workload, self.architecture)
+
+    @property
+    def torch_model(self) -> "Model":
+        """The model as the torch engine takes it."""
+        from uma.engines.torch_model import Model
+
+        return Model(self.architecture, self.workload, self.settings)
 
     def terms(self) -> tuple[MemoryTerm, ...]:
         """Every term of one step on one device, by phase."""
@@ -100,11 +107,11 @@ class TrainingCase:
     @property
     def trainable_parameters(self) -> int:
         if self.engine == "torch":
-            from uma.engines.torch_model import Model, trained_elements
+            from uma.engines.torch_model import trained_elements
 
-            return trained_elements(Model(self.architecture, self.workload, self.settings))
+            return trained_elements(self.torch_model)
         if self.workload.method != "full":
-            return sum(a.size for a in adapters(self.architecture, self.workload))
+            return adapter_elements(self.architecture, self.workload)
         from uma.engines.mlx_training import trained_arrays
 
         arrays = trained_arrays(self.architecture, self.workload)

@@ -1,6 +1,6 @@
 """What can be changed so that a training needs less, by what it costs in time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ from uma.memory.weights import weight_bytes
 from uma.plan.training.case import TrainingCase
 from uma.plan.training.places import on_host, places
 from uma.plan.training.verdict import Needs
-from uma.quantization import Quantization
+from uma.quantization import quantization_for
 from uma.units import format_gib
 from uma.workload import Sharding, bits_word
 
@@ -108,15 +108,24 @@ def _sharded(case: TrainingCase, needs: Needs) -> Change | None:
         return None
     kept = replace(spread, data=count)
     whole = replace(kept, zero_stage=3, fsdp=spread.fsdp or not spread.zero_stage)
-    changes = [
-        Change("sharding", _spread_words(after), _set(sharding=after), _sent)
-        for after in (kept, whole)
-        if after.zero_stage and after != spread
-    ]
+    changes = [_sharding(one) for one in (kept, whole) if one.zero_stage and one != spread]
     return _first_that_fits(case, needs, changes)
 
 
-def _spread_words(spread: Sharding) -> tuple[str, ...]:
+def _sharded_by_deepspeed(case: TrainingCase, needs: Needs) -> Change | None:
+    """Where FSDP is not possible: it goes with bitsandbytes' optimizers."""
+    spread = case.workload.sharding
+    if case.engine == "mlx" or spread.zero_stage or spread.devices > spread.data:
+        return None
+    count = max(case.machine_devices, spread.data)
+    return _sharding(replace(spread, data=count, zero_stage=3)) if count > 1 else None
+
+
+def _sharding(spread: Sharding) -> Change:
+    return Change("sharding", spread_words(spread), _set(sharding=spread), _sent)
+
+
+def spread_words(spread: Sharding) -> tuple[str, ...]:
     """All that a change may have set; hybrid sharding is the user's own."""
     devices = ("--devices", str(spread.data)) if spread.data > 1 else ()
     if spread.fsdp:
@@ -190,7 +199,7 @@ def _four_bits(case: TrainingCase, needs: Needs) -> Change | None:
 
 
 def _in_four_bits(case: TrainingCase) -> TrainingCase:
-    weights = weight_bytes(case.architecture, Quantization(4, 64))
+    weights = weight_bytes(case.architecture, quantization_for(4))
     return replace(case.changed(quantized=bits_word(4)), weights=weights)
 
 
@@ -199,39 +208,61 @@ def _fewer_layers(case: TrainingCase, needs: Needs) -> Change | None:
         return None
     cost = "saves time; adapts less"
     asked = case.workload.num_layers or len(case.architecture.layers)
-    counts = [asked >> n for n in range(1, asked.bit_length()) if asked >> n >= FEWEST_LAYERS]
     changes = [
         Change("fewer layers", ("--num-layers", str(count)), _set(num_layers=count), cost)
-        for count in counts
+        for count in _halved(asked, FEWEST_LAYERS)
     ]
     return _first_that_fits(case, needs, changes)
 
 
 def _shorter_rows(case: TrainingCase, needs: Needs) -> Change | None:
     asked, cost = case.workload.max_seq_length, "saves time; cuts the text"
-    lengths = [asked >> n for n in range(1, asked.bit_length()) if asked >> n >= SHORTEST_ROW]
     changes = [
         Change("shorter rows", ("--max-seq-length", str(n)), _set(max_seq_length=n), cost)
-        for n in lengths
+        for n in _halved(asked, SHORTEST_ROW)
     ]
     return _first_that_fits(case, needs, changes)
 
 
+def _halved(asked: int, least: int) -> list[int]:
+    """Half of what is asked, half of that, and so on down to ``least``.
+
+    >>> _halved(28, 4)
+    [14, 7]
+    """
+    return [asked >> n for n in range(1, asked.bit_length()) if asked >> n >= least]
+
+
 def _offloaded(case: TrainingCase, needs: Needs) -> Change | None:
-    """State to the host, or to its disk: the first that fits, or the last that the host holds.
+    """State to the host, or to its disk."""
+    return _moved(case, needs, map(_offloading, _offloads(case.workload.sharding)))
+
+
+def offloaded_otherwise(case: TrainingCase, needs: Needs) -> Change | None:
+    """By the other of FSDP and DeepSpeed, which hold different things beside the shards.
+
+    FSDP moves layer after layer of one device too, whole (torch 2.13, ``fsdp/_init_utils.py``:
+    ``NO_SHARD``).
+    """
+    spread = case.workload.sharding
+    if spread.devices > spread.data:
+        return None
+    whole = Sharding(spread.data, zero_stage=3, fsdp=not spread.fsdp)
+    sharded = [_sharding(whole)] if spread.data > 1 else []
+    return _moved(case, needs, [*sharded, *map(_offloading, _offloads(whole))])
+
+
+def _moved(case: TrainingCase, needs: Needs, changes: Iterable[Change]) -> Change | None:
+    """The first that fits, or the last that the host holds.
 
     Only Trainer is known to go with DeepSpeed; paged states are on the host by themselves.
     """
-    workload = case.workload
     if case.engine == "mlx" or not case.stack.is_of_transformers:
         return None
-    if case.machine.host_memory_bytes is None or workload.optimizer.startswith("paged"):
+    if case.machine.host_memory_bytes is None or case.workload.optimizer.startswith("paged"):
         return None
     last = None
-    for spread in _offloads(workload.sharding):
-        change = Change(
-            _offload_name(spread), _offload_words(spread), _set(sharding=spread), _moved
-        )
+    for change in changes:
         after = change.apply(case)
         if needs.fits(after):
             return change
@@ -253,6 +284,10 @@ def _offloads(spread: Sharding) -> Iterator[Sharding]:
     yield from (one for one in found if one != spread)
 
 
+def _offloading(spread: Sharding) -> Change:
+    return Change(_offload_name(spread), _offload_words(spread), _set(sharding=spread), _moving)
+
+
 def _offload_name(spread: Sharding) -> str:
     places = {spread.offload_optimizer: ["optimizer"]}
     if spread.offload_parameters:
@@ -263,10 +298,10 @@ def _offload_name(spread: Sharding) -> str:
 def _offload_words(spread: Sharding) -> tuple[str, ...]:
     parameters = spread.offload_parameters
     moved = ("--offload-parameters", parameters) if parameters else ()
-    return (*_spread_words(spread), "--offload-optimizer", spread.offload_optimizer, *moved)
+    return (*spread_words(spread), "--offload-optimizer", spread.offload_optimizer, *moved)
 
 
-def _moved(before: TrainingCase, after: TrainingCase, needs: Needs) -> str:
+def _moving(before: TrainingCase, after: TrainingCase, needs: Needs) -> str:
     """What crosses the link and goes to the disk for an update."""
     sent, link = places(after).sent_bytes, before.machine.link_bytes_per_s
     moved = sent.get("host", 0)
@@ -278,15 +313,27 @@ def _moved(before: TrainingCase, after: TrainingCase, needs: Needs) -> str:
     return f"{cost}; Adam on the host"
 
 
+def with_plain_adamw(change: Change) -> Change:
+    """As bitsandbytes' optimizers go neither with FSDP nor to the host."""
+    return Change(
+        f"{change.name}, with plain AdamW",
+        ("--optimizer", "adamw", *change.options),
+        lambda case: change.apply(case.changed(optimizer="adamw")),
+        change.cost,
+    )
+
+
 KINDS: tuple[Find, ...] = (
     _own_trainer,
     _sliced,
     _eight_bit,
     _smaller_batch,
     _sharded,
+    _sharded_by_deepspeed,
     _checkpointed,
     _four_bits,
     _fewer_layers,
     _offloaded,
     _shorter_rows,
 )
+"""Kinds of change, the cheapest in time first."""

@@ -8,7 +8,7 @@ from uma.errors import UsageError
 from uma.machine import Machine
 from uma.plan.training.case import TrainingCase
 from uma.plan.training.targets import check_targets, target_notes
-from uma.workload import Sharding
+from uma.workload import Sharding, Trainer, TrainingWorkload
 
 MLX_OPTIMIZERS = {
     "mlx_lm": ("adam", "adamw", "muon", "sgd", "adafactor"),  # mlx-lm 0.32.2, lora.py
@@ -38,12 +38,21 @@ def check(case: TrainingCase) -> None:
     layers, every = len(case.architecture.layers), case.workload.grad_checkpoint
     if every > layers:
         raise UsageError(f"a checkpoint every {every} layers: the model has {layers}")
+    if any(p.dtype == "uint8" for p in case.architecture.layers[0].parameters):
+        raise UsageError(
+            "the matrices of this model are packed, several numbers to a byte, and have neither "
+            "gradients nor adapters: take one in 16 bits"
+        )
     check_targets(case)
     if case.engine == "mlx":
         check_mlx_sharding(case.workload.sharding)
-    reasons = _mlx_reasons(case) if case.engine == "mlx" else torch_reasons(case)
-    for reason in reasons:
+    for reason in reasons(case):
         raise UsageError(reason)
+
+
+def reasons(case: TrainingCase) -> Iterator[str]:
+    """Why it cannot be trained like this."""
+    return _mlx_reasons(case) if case.engine == "mlx" else _torch_reasons(case)
 
 
 def _mlx_reasons(case: TrainingCase) -> Iterator[str]:
@@ -54,20 +63,7 @@ def _mlx_reasons(case: TrainingCase) -> Iterator[str]:
         if "8bit" in workload.optimizer or "paged" in workload.optimizer:
             why = " (bitsandbytes', which needs CUDA; uma lora train has an 8-bit AdamW of its own)"
         yield f"{name} has no optimizer {workload.optimizer!r}{why}; it has {', '.join(known)}"
-    if workload.loss != "naive" and case.trainer == "uma":
-        yield "uma lora train always computes the loss in slices: leave --loss out"
-    elif workload.loss != "naive":
-        yield (
-            f"mlx_lm.lora computes all logits at once; --loss {workload.loss} is not its own: "
-            "--trainer uma computes them in slices"
-        )
-    if workload.attention is not None and case.trainer == "uma":
-        yield "uma lora train always computes attention in slices: leave --attention out"
-    elif workload.attention == "fused":
-        yield (
-            "mlx_lm.lora has no fused attention: MLX makes gradients from the scores of all pairs "
-            "of tokens; leave --attention out, or give --trainer uma, which slices them"
-        )
+    yield from _mlx_kernel_reasons(workload, case.trainer)
     if workload.mem_kind != "allocated":
         yield (
             f"--mem-kind {workload.mem_kind} is torch's; MLX counts what is allocated, and its "
@@ -93,6 +89,24 @@ def _mlx_reasons(case: TrainingCase) -> Iterator[str]:
         yield "uma lora train runs on one Mac; several share a batch with --trainer mlx_lm"
     if spread.zero_stage == 3:
         yield from _fully_shard_reasons(case)
+
+
+def _mlx_kernel_reasons(workload: TrainingWorkload, trainer: Trainer) -> Iterator[str]:
+    """Of how the loss and attention are computed, of which each trainer has one way."""
+    if workload.loss != "naive" and trainer == "uma":
+        yield "uma lora train always computes the loss in slices: leave --loss out"
+    elif workload.loss != "naive":
+        yield (
+            f"mlx_lm.lora computes all logits at once; --loss {workload.loss} is not its own: "
+            "--trainer uma computes them in slices"
+        )
+    if workload.attention is not None and trainer == "uma":
+        yield "uma lora train always computes attention in slices: leave --attention out"
+    elif workload.attention == "fused":
+        yield (
+            "mlx_lm.lora has no fused attention: MLX makes gradients from the scores of all pairs "
+            "of tokens; leave --attention out, or give --trainer uma, which slices them"
+        )
 
 
 def check_mlx_sharding(spread: Sharding) -> None:
@@ -138,8 +152,7 @@ def _fully_shard_reasons(case: TrainingCase) -> Iterator[str]:
         )
 
 
-def torch_reasons(case: TrainingCase) -> Iterator[str]:
-    """Why it cannot be trained like this under torch."""
+def _torch_reasons(case: TrainingCase) -> Iterator[str]:
     yield from _stack_reasons(case)
     yield from _optimizer_reasons(case)
     if case.workload.quantized:
@@ -266,8 +279,8 @@ def _stack_reasons(case: TrainingCase) -> Iterator[str]:
         yield from _preparing_reasons(case)
     if workload.quantized and spread.offload_parameters and not spread.fsdp:
         yield (  # PEFT 0.21, docs/source/accelerate/fsdp.md
-            f"{workload.quantized} weights go to the host under FSDP alone, which is for several "
-            "devices: --fsdp full with --devices 2 or more"
+            f"{workload.quantized} weights go to the host under FSDP alone: --fsdp full with "
+            "both offloaded there"
         )
 
 
@@ -334,6 +347,6 @@ def _mlx_notes(case: TrainingCase) -> Iterator[str]:
             "mlx_lm.lora does not call it"
         )
     mixers = (mixer for layer in layers for mixer in layer.mixers)
-    kinds = sorted({mixer.kind for mixer in mixers if isinstance(mixer, Recurrent)})
+    kinds = sorted({m.kind for m in mixers if isinstance(m, Recurrent)} - {"mamba2"})
     if kinds and case.trainer == "mlx_lm":
         yield f"states of {', '.join(kinds)} layers are kept for every token: approximate"

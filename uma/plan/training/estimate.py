@@ -25,9 +25,8 @@ class TrainingEstimate:
     """What training needs on one device, and the phase that needs most.
 
     ``measures`` are the cheapest ones, in their order, that make it fit: all of them where even
-    together they do not; none where it fits as it is. ``host_room_bytes`` is what the host leaves,
-    where something lies there, ``host_held_bytes`` what lies on one host. ``data`` is the worst
-    batch of a data set: the case has its length.
+    together they do not; none where it fits as it is. ``host`` is one host with what lies there.
+    ``data`` is the worst batch of a data set: the case has its length.
     """
 
     case: TrainingCase
@@ -38,8 +37,7 @@ class TrainingEstimate:
     measures: "tuple[Measure, ...]"
     notes: tuple[str, ...]
     places: Places
-    host_room_bytes: int | None = None
-    host_held_bytes: int = 0
+    host: OnHost
     data: "WorstBatch | None" = None
 
     @property
@@ -48,17 +46,12 @@ class TrainingEstimate:
         return self.places.host_bytes * self.case.workload.sharding.devices
 
     @property
-    def host_excess_bytes(self) -> int:
-        """What the host has too little."""
-        return OnHost(self.host_held_bytes, self.host_room_bytes).excess_bytes
-
-    @property
     def measures_suffice(self) -> bool:
         """Whether it fits with all measures, on the device and on the host."""
         if self.measures:
             return self.measures[-1].fits
         needed = self.ledger.predicted_peak_bytes
-        return needed <= self.case.budget_bytes and not self.host_excess_bytes
+        return needed <= self.case.budget_bytes and not self.host.excess_bytes
 
     @property
     def disk_bytes(self) -> int:
@@ -74,11 +67,13 @@ def training_estimate(case: TrainingCase, data: "WorstBatch | None" = None) -> T
     check(case)
     needs, terms = Needs(), case.terms()
     computed = peak(terms)[1]
-    needs.found[needs.key(case)] = computed + on_host(case).stays_bytes
+    needs(case, computed)
     inverses = largest(case, terms, needs)
-    spare = case.budget_bytes - computed if case.workload.mem_kind == "device" else 0
-    host, meant = on_host(case, spare), places(case)
-    terms = (*terms, *_staying_terms(host.stays_bytes, meant))
+    meant, counted = places(case), on_host(case)
+    host = on_host(case, case.budget_bytes - _device_bytes(case, computed, meant))
+    if case.workload.mem_kind == "device":  # torch's allocator has no part in what is paged
+        counted = host
+    terms = (*terms, *_staying_terms(counted.stays_bytes, meant))
     (phase, needed), least = peak(terms), least_bytes(terms)
     crowded = host.excess_bytes > 0
     result: Verdict = "exceeds" if crowded else training_verdict(case, needed, least)
@@ -96,10 +91,16 @@ def training_estimate(case: TrainingCase, data: "WorstBatch | None" = None) -> T
         advice,
         (*pool_note(case, needed, least), *_host_notes(host, meant), *notes(case)),
         meant.with_staying(host.stays_bytes),
-        host.room_bytes,
-        host.held_bytes,
+        host,
         data,
     )
+
+
+def _device_bytes(case: TrainingCase, computed_bytes: int, meant: Places) -> int:
+    """What leaves a paged optimizer's states no room: all that the device shows."""
+    if not meant.paged_bytes or case.workload.mem_kind == "device":
+        return computed_bytes
+    return case.changed(mem_kind="device").needed_bytes()
 
 
 def _staying_terms(stays_bytes: int, meant: Places) -> Iterator[MemoryTerm]:

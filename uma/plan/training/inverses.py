@@ -10,10 +10,11 @@ from uma.memory.term import MemoryTerm
 from uma.plan.training.case import SHORT, TrainingCase
 from uma.plan.training.places import on_host
 from uma.plan.training.verdict import Needs
+from uma.quantization import FLOAT32
 
 MOST = {"batch_size": 4096, "max_seq_length": 1 << 20, "rank": 4096}  # looked for, not allowed
-TRIES = 12
-FAR = 1 << 60
+TRIES = 12  # estimates that one search may make beside the first
+FAR = 1 << 60  # beyond all that is looked for
 CLOSE = 64  # a value is the largest when one more in 64 does not fit
 COPIES = 8  # of what a rank accounts for, more than are alive at once in any step
 SURELY = 1.25  # times the room: what needs more does not fit, however it is rounded
@@ -46,7 +47,8 @@ def _rank(case: TrainingCase, held_bytes: int, by_rank_bytes: int, needs: Needs)
     if not most or needs(case) - COPIES * by_rank > room:
         return None
     if case.engine == "mlx":
-        return _largest_rank(needed, asked, by_rank_bytes, room, most)
+        lines = 2 if case.trainer == "uma" else 1  # whose ranks take a tenth of the time
+        return _largest_rank(needed, asked, by_rank_bytes, room, most, lines)
     # DeepSpeed's buckets grow to a size, bitsandbytes' states are small from a size on.
     rest = needs(case) if needs(case) <= room else held_bytes
     base = min(room, rest - by_rank_bytes)
@@ -85,7 +87,7 @@ def _most_on_host(case: TrainingCase, field: str) -> int:
 def _ranked_bytes(case: TrainingCase) -> int:
     """What adapters compute between their two factors, in float32."""
     count = sum(adapter.count for adapter in adapters(case.architecture, case.workload))
-    return 4 * count * case.workload.rank * case.workload.tokens
+    return FLOAT32 * count * case.workload.rank * case.workload.tokens
 
 
 def _own_shapes(case: TrainingCase, held_bytes: int, needs: Needs) -> dict[str, int | None]:
@@ -171,12 +173,13 @@ def _at_most(points: dict[int, int], room_bytes: int) -> int:
 
 
 def _largest_rank(
-    needed: Needed, asked: int, by_rank_bytes: int, room_bytes: int, most: int
+    needed: Needed, asked: int, by_rank_bytes: int, room_bytes: int, most: int, lines: int
 ) -> int | None:
     """The largest rank: what is needed is a line over it, or two that rise ever faster.
 
-    So what lies between two points is at most the line between them. ``by_rank_bytes`` are the
-    part of what is needed that the ``asked`` rank is known to account for.
+    So what lies between two points is at most the line between them, and what lies beyond is at
+    least that line; ``lines`` are taken, each from where the one before it ends. ``by_rank_bytes``
+    are the part of what is needed that the ``asked`` rank is known to account for.
     """
     at_asked, low = needed(asked), asked
     if at_asked > room_bytes:
@@ -187,11 +190,19 @@ def _largest_rank(
         high = asked + (room_bytes - at_asked) * asked // max(1, by_rank_bytes) + 1
         high = max(min(high, most), asked)
         # One more than the most is the width of no model, and so laid out as other ranks are.
-        if (high == most and needed(most + 1) <= room_bytes) or needed(high) <= room_bytes:
+        if high == most and needed(most + 1) <= room_bytes:
             return high
-    at_low, at_high = needed(low), needed(high)
-    more = (room_bytes - at_low) * (high - low) // (at_high - at_low)
-    return low + more - more // (4 * CLOSE)  # sizes are rounded up here and there
+        while needed(high) <= room_bytes:
+            points = {low: needed(low), high: needed(high)}
+            further = min(most, _at_most(points, room_bytes))
+            if further - high <= high // CLOSE:
+                return high
+            low, high = high, further
+    for _ in range(lines):
+        at_low, at_high = needed(low), needed(high)
+        more = (room_bytes - at_low) * (high - low) // (at_high - at_low)
+        low += more + -more // (4 * CLOSE)  # less, as sizes are rounded up here and there
+    return low
 
 
 def _reached(points: dict[int, int], room_bytes: int) -> int:

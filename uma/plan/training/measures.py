@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
+from uma.errors import UsageError
 from uma.frozen import dataclass
 from uma.plan.training.case import TrainingCase
-from uma.plan.training.changes import KINDS, Change
-from uma.plan.training.checks import torch_reasons
+from uma.plan.training.changes import KINDS, Change, offloaded_otherwise, with_plain_adamw
+from uma.plan.training.checks import OF_BITSANDBYTES, reasons
 from uma.plan.training.places import on_host
 from uma.plan.training.verdict import Needs
 from uma.workload import TrainingWorkload
@@ -31,13 +32,27 @@ class Measure:
 def measures(case: TrainingCase, needs: Needs) -> tuple[Measure, ...]:
     """What to change, the cheapest in time first; all that can be where even that does not do.
 
-    Changes are added in the order of their cost until the case fits, in place of those that they
-    do not go with, and are looked at once more, as some help beside later ones alone. Then those
-    are left out again, the costliest first, without which it fits too.
+    Those are left out again, the costliest first, without which it fits too.
     """
-    chosen: list[Change] = []
-    now = case
-    for find in (*KINDS, *KINDS):
+    chosen = _added(case, [], needs)
+    replaceable = case.engine == "torch" and case.workload.optimizer in OF_BITSANDBYTES
+    if replaceable and not needs.fits(_changed(case, chosen)):
+        instead = _with_another_optimizer(case, chosen, needs)
+        chosen = instead if needs.fits(_changed(case, instead)) else chosen
+    if needs.fits(_changed(case, chosen)):
+        chosen = _without_needless(case, chosen, needs)
+    return tuple(_described(case, chosen, needs))
+
+
+def _added(case: TrainingCase, chosen: list[Change], needs: Needs) -> list[Change]:
+    """With more changes in the order of their cost, until the case fits.
+
+    Each is in place of those that it does not go with, or that it does over. Where that does not
+    do, the other of FSDP and DeepSpeed may; and all are looked at once more, as some help beside
+    later ones alone.
+    """
+    now = _changed(case, chosen)
+    for find in (*KINDS, offloaded_otherwise, *KINDS):
         if needs.fits(now):
             break
         change, beside = find(now, needs), chosen
@@ -48,10 +63,28 @@ def measures(case: TrainingCase, needs: Needs) -> tuple[Measure, ...]:
             continue
         then = _changed(case, (*beside, change))
         if _is_possible(case, (*beside, change)) and _helps(now, then, needs):
-            chosen, now = [*beside, change], then
-    if needs.fits(now):
-        chosen = _without_needless(case, chosen, needs)
-    return tuple(_described(case, chosen, needs))
+            chosen, now = _standing(case, [*beside, change]), then
+    return chosen
+
+
+def _with_another_optimizer(case: TrainingCase, chosen: list[Change], needs: Needs) -> list[Change]:
+    """What helps plain AdamW, which comes with the first that the case's own does not go with."""
+    plain = case.changed(optimizer="adamw")
+    chosen = [one for one in chosen if one.apply(plain).workload.optimizer == "adamw"]
+    changes = _added(plain, chosen, needs)
+    for place, change in enumerate(changes):
+        if not _is_possible(case, changes[: place + 1]):
+            return [*changes[:place], with_plain_adamw(change), *changes[place + 1 :]]
+    return changes
+
+
+def _standing(case: TrainingCase, changes: list[Change]) -> list[Change]:
+    """Those that the last does not do over."""
+    then = _changed(case, changes)
+    for one in changes[:-1]:
+        rest = [other for other in changes if other is not one]
+        changes = rest if _changed(case, rest) == then else changes
+    return changes
 
 
 def _changed(case: TrainingCase, changes: Sequence[Change]) -> TrainingCase:
@@ -61,7 +94,13 @@ def _changed(case: TrainingCase, changes: Sequence[Change]) -> TrainingCase:
 
 
 def _is_possible(case: TrainingCase, changes: Sequence[Change]) -> bool:
-    return case.engine == "mlx" or not any(torch_reasons(_changed(case, changes)))
+    """Whether a program does it, and the command line says so: FSDP and ZeRO exclude each other."""
+    try:
+        then = _changed(case, changes)
+    except UsageError:
+        return False
+    own, spread = case.workload.sharding, then.workload.sharding
+    return not (own.zero_stage and own.fsdp != spread.fsdp) and not any(reasons(then))
 
 
 def _helps(before: TrainingCase, after: TrainingCase, needs: Needs) -> bool:

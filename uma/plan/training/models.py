@@ -10,7 +10,7 @@ from uma.memory.weights import weight_bytes
 from uma.plan.training.case import TrainingCase
 from uma.plan.training.checks import check
 from uma.plan.training.verdict import Needs
-from uma.quantization import Quantization
+from uma.quantization import quantization_for
 
 NEARBY = 24  # of as many smaller ones, and a quarter as many larger ones, the largest that fits
 
@@ -52,6 +52,5 @@ def _with_model(case: TrainingCase, model: ListedModel) -> TrainingCase:
     )
     if case.engine == "torch":
         return replace(case, architecture=architecture, workload=workload)
-    bits = case.mlx_bits
-    weights = weight_bytes(architecture, None if bits == 16 else Quantization(bits, 64))
+    weights = weight_bytes(architecture, quantization_for(case.mlx_bits))
     return replace(case, architecture=architecture, workload=workload, weights=weights)

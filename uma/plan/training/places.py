@@ -77,14 +77,15 @@ def places(case: TrainingCase) -> Places:
     sent = communication_bytes(
         Moved(
             kept.states,
-            stream,
-            len(case.architecture.layers),
-            workload.grad_accumulation_steps,
-            bool(workload.grad_checkpoint),
-            kept.exchanged,
-            kept.float32_gradient_bytes,
-            _attention_bytes(case) if spread.sequence > 1 else 0,
-            spread.fsdp and case.engine == "torch",  # FSDP.no_sync, which accelerate enters
+            stream_bytes=stream,
+            layers=len(case.architecture.layers),
+            batches=workload.grad_accumulation_steps,
+            recomputed=bool(workload.grad_checkpoint),
+            exchanged=kept.exchanged,
+            float32_gradient_bytes=kept.float32_gradient_bytes,
+            attention_bytes=_attention_bytes(case) if spread.sequence > 1 else 0,
+            # FSDP.no_sync, which accelerate enters
+            sums_first=spread.fsdp and case.engine == "torch",
         ),
         spread,
     )
@@ -148,14 +149,13 @@ def on_host(case: TrainingCase, spare_bytes: int = 0) -> OnHost:
 def _torch_kept(case: TrainingCase) -> _Kept:
     from uma.engines.schemes import tower_terms
     from uma.engines.torch_deepspeed import beside_states
-    from uma.engines.torch_model import Model, optimizer_states, trained_elements, weights_bytes
+    from uma.engines.torch_model import optimizer_states, trained_elements, weights_bytes
 
-    model = Model(case.architecture, case.workload, case.settings)
+    model = case.torch_model
     trained, found = model.staged(trained_elements(model)), optimizer_states(model)
-    full, deepspeed = model.trains_all, case.settings.deepspeed
-    width = model.weight_width if full else case.settings.adapter_width
+    width, deepspeed = model.trained_width, model.settings.deepspeed
     parameters = model.staged(weights_bytes(model), weights=True)
-    parameters += 0 if full else trained * width
+    parameters += 0 if model.trains_all else trained * width
     towers = tower_terms(case.architecture, case.workload.dtype_bytes)
     parameters += sum(tower.size_bytes for tower in towers)
     masters = trained * FLOAT32 if deepspeed else 0

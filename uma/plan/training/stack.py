@@ -1,12 +1,7 @@
 """The program around PyTorch that trains, as its user chooses it; ``stacks`` says what it does."""
 
-from typing import Literal
-
 from uma.frozen import dataclass
-
-StackName = Literal["trainer", "trainer-2024", "torchtune", "litgpt", "unsloth"]
-Precision = Literal["16-bit", "mixed", "pure"]
-Kernels = Literal["liger", "unsloth"]
+from uma.workload import Kernels, Precision, StackName
 
 OF_TRANSFORMERS = ("trainer", "trainer-2024")
 

@@ -5,16 +5,15 @@
 """
 
 from dataclasses import replace
-from math import ceil
 from typing import Any
 
 from uma.architecture.layers import Architecture
 from uma.engines.eager import EAGER_BY_DEFAULT
 from uma.engines.torch_model import Settings
-from uma.memory.loss import TRANSFORMERS_46, Copies
-from uma.plan.training.stack import Stack, StackName
+from uma.memory.loss import TRANSFORMERS_46, Copies, sliced
+from uma.plan.training.stack import Stack
 from uma.quantization import FLOAT32
-from uma.workload import TrainingWorkload
+from uma.workload import StackName, TrainingWorkload
 
 # trainer: transformers 5.24: AdamW in one kernel (training_args.py, default_optim), checkpoints
 #   that are not reentrant (modeling_utils.py, _activation_checkpointing_enable); experts in two
@@ -78,10 +77,6 @@ def settings_for(stack: Stack, workload: TrainingWorkload, architecture: Archite
     eager = stack.name != "unsloth" and architecture.model_type in EAGER_BY_DEFAULT
     prepares = program.prepare_kbit or stack.prepare_kbit
     adapter_width = FLOAT32 if mixed else program.adapter_width
-    fused = program.fused_adapters and not stack.lora_dropout
-    liger, copies = stack.fused_kernels == "liger", program.copies
-    if stack.name == "unsloth" or liger:  # ops/fused_linear_cross_entropy.py, inc_factor
-        copies = Copies(slices=ceil(architecture.vocab_size / architecture.hidden_size))
     return replace(
         program,
         autocast=mixed or (program.autocast and not pure),
@@ -93,13 +88,24 @@ def settings_for(stack: Stack, workload: TrainingWorkload, architecture: Archite
         kernel="eager" if eager else program.kernel,
         dropout=stack.lora_dropout and not full,
         fused_kernels=program.fused_kernels or stack.fused_kernels is not None,
-        fused_gates=liger,
-        # Not for DoRA, whose matrices are left to PEFT.
-        fused_adapters=(fused or stack.fused_kernels == "unsloth") and workload.method != "dora",
-        copies=copies,
+        fused_gates=stack.fused_kernels == "liger",
+        fused_adapters=_fuses_adapters(stack) and workload.method != "dora",  # which is PEFT's
+        copies=_copies(stack, architecture),
         deepspeed=deepspeed,
         fsdp_hooks=program.fsdp_hooks and spread.fsdp and not (full and stack.name == "trainer"),
         mixes_frozen=program.mixes_frozen and not full,
         optimizer_in_backward=stack.optimizer_in_backward,
         variable_lengths=stack.variable_lengths,
     )
+
+
+def _fuses_adapters(stack: Stack) -> bool:
+    own = PROGRAMS[stack.name].fused_adapters and not stack.lora_dropout
+    return own or stack.fused_kernels == "unsloth"
+
+
+def _copies(stack: Stack, architecture: Architecture) -> Copies:
+    """The loss, which Unsloth and Liger compute in slices."""
+    if stack.name == "unsloth" or stack.fused_kernels == "liger":
+        return sliced(architecture)
+    return PROGRAMS[stack.name].copies

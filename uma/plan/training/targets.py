@@ -9,6 +9,7 @@ from uma.memory.adapters import (
     is_adaptable,
     is_target,
     layer_adapters,
+    none_named,
     require_form,
     trained_layers,
 )
@@ -23,8 +24,7 @@ def check_targets(case: TrainingCase) -> None:
     matrices = _matrices(case)
     for target in case.workload.targets:
         if not any(is_target(parameter, (target,)) for parameter in matrices):
-            names = ", ".join(sorted({_last(p) for p in matrices}))
-            raise UsageError(f"no matrix is named {target}; this model has {names}")
+            raise none_named((target,), matrices, case.workload)
     found = _adapters(case)
     for adapter in found:
         require_form(adapter)
@@ -70,9 +70,9 @@ def _adapters(case: TrainingCase) -> list[Adapter]:
     kinds = {id(kind): kind for kind in case.architecture.kinds[-count:]}.values()
     if case.engine == "mlx":
         return [adapter for kind in kinds for adapter in layer_adapters(kind, case.workload)]
-    from uma.engines.torch_model import Model, adapters_of
+    from uma.engines.torch_model import adapters_of
 
-    model = Model(case.architecture, case.workload, case.settings)
+    model = case.torch_model
     return [adapter for kind in kinds for adapter in adapters_of(kind, model)]
 
 

@@ -14,20 +14,15 @@ class Needs:
     """What one device needs in variants of one case, each computed once."""
 
     def __init__(self) -> None:
-        self.found: dict[Any, int] = {}
+        self._found: dict[Any, int] = {}
 
-    @staticmethod
-    def key(case: TrainingCase) -> Any:
-        """What the variants of one case differ in."""
-        own, workload = case.trainer == "uma", case.workload
-        asked = in_short_rows(workload, case.architecture) if own else workload
-        return asked, case.weights, case.stack, case.trainer
-
-    def __call__(self, case: TrainingCase) -> int:
-        key = self.key(case)
-        if key not in self.found:
-            self.found[key] = case.needed_bytes() + on_host(case).stays_bytes
-        return self.found[key]
+    def __call__(self, case: TrainingCase, computed_bytes: int | None = None) -> int:
+        """With what is meant for a host and stays; the case's own are computed unless given."""
+        key = _differing(case)
+        if key not in self._found:
+            own = case.needed_bytes() if computed_bytes is None else computed_bytes
+            self._found[key] = own + on_host(case).stays_bytes
+        return self._found[key]
 
     def fits(self, case: TrainingCase) -> bool:
         """Within the budget and on the host; whole weights, and the host, cost nothing to see."""
@@ -35,6 +30,13 @@ class Needs:
         if weights is not None and not sharded and weights.size_bytes > case.budget_bytes:
             return False
         return not on_host(case).excess_bytes and self(case) <= case.budget_bytes
+
+
+def _differing(case: TrainingCase) -> Any:
+    """What the variants of one case differ in."""
+    own, workload = case.trainer == "uma", case.workload
+    asked = in_short_rows(workload, case.architecture) if own else workload
+    return asked, case.weights, case.stack, case.trainer
 
 
 def least_bytes(terms: Iterable[MemoryTerm]) -> int:

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from uma.checkpoint.adapter import CONFIG, WEIGHTS
 from uma.errors import CheckpointError, StorageError, UnsupportedModel, UsageError
-from uma.measurement.run_folder import write_json
+from uma.measurement.run_folder import unwritable, write_json
 from uma.runtime.forms import leaves, to_float32
 from uma.runtime.load import open_model
 
@@ -189,6 +189,20 @@ def reason(error: Exception, folder: Path) -> str:
     except OSError as found:
         error = found
     return getattr(error, "strerror", None) or str(error).removeprefix("[write] ").rstrip(".")
+
+
+def require_writable(folder: Path) -> None:
+    """Refuse a folder, where there is one, in which no file can be made.
+
+    Raises:
+        StorageError: With the reason.
+    """
+    try:
+        if os.path.lexists(folder):
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+    except OSError as error:
+        raise unwritable(folder, error) from None
 
 
 def load_adapter(weights_file: Path, trained: Mapping[str, mx.array]) -> dict[str, mx.array]:

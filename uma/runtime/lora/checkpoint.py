@@ -51,7 +51,7 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         rest = "earlier ones are kept" if checkpoints(run) else "there was none before it"
         raise StorageError(
-            f"the checkpoint cannot be written to {final}: {why}; {rest}; make room there and go on"
+            f"the checkpoint cannot be written to {final}: {why}; {rest}; put that right and go on"
         ) from error
     for old in checkpoints(run)[:-kept]:
         _remove(old)

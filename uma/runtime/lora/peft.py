@@ -63,8 +63,8 @@ class _Part:
 def from_peft(folder: Path, model: nn.Module) -> tuple[Adapter, Arrays]:
     """An adapter of PEFT's as mlx-lm's for ``model``, whose parameters need not be evaluated.
 
-    Ranks below the highest are padded with zeros, and scales other than the first go into the
-    second factor: mlx-lm has one of each.
+    Ranks below the highest are padded with zeros, and scales other than the first (that
+    is not 0) go into the second factor: mlx-lm has one of each.
 
     Raises:
         CheckpointError: If a file is missing or malformed, or does not match the model.
@@ -77,7 +77,7 @@ def from_peft(folder: Path, model: nn.Module) -> tuple[Adapter, Arrays]:
     for name, value in copies.items():
         _require_copy(name[len(PREFIX) : -len(_COPY)], value, model)
     rank = max(part.a.shape[0] for part in own.values())
-    scale = next(iter(own.values())).scale
+    scale = next((part.scale for part in own.values() if part.scale), 0.0)
     arrays: Arrays = {}
     for path, part in own.items():
         more = rank - part.a.shape[0]

@@ -11,6 +11,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from uma.checkpoint.adapter import CONFIG, WEIGHTS, adapter_header
 from uma.errors import CheckpointError, StorageError, UnsupportedModel
+from uma.runtime.lora.adapter import reason
 from uma.runtime.lora.peft import (
     PEFT_WEIGHTS,
     PREFIX,
@@ -110,5 +111,6 @@ def save_peft(out: Path, config: Mapping[str, Any], tensors: Arrays) -> None:
         text = json.dumps(dict(config), indent=2, sort_keys=True) + "\n"
         (out / CONFIG).write_text(text, encoding="utf-8")
     except (OSError, RuntimeError) as error:
+        why = reason(error, out)
         shutil.rmtree(out, ignore_errors=True)
-        raise StorageError(f"the adapter cannot be written to {out}: {error}") from error
+        raise StorageError(f"the adapter cannot be written to {out}: {why}") from error

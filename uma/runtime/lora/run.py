@@ -206,7 +206,8 @@ def fine_tune(
         progress, notes = _resumed(keeper) if resume else (Progress(), [])
         write_json(folder / RUN, {"pid": os.getpid(), "iters": recipe.course.iters, **about})
         begin = {"event": "begin", "iteration": progress.iteration, "iters": recipe.course.iters}
-        append(folder, begin | {"settings": keeper.settings, "plan": about.get("plan")})
+        more = {"settings": keeper.settings, "plan": about.get("plan"), "parent": os.getppid()}
+        append(folder, begin | more)
         on_event(begin | {"notes": notes})
         held_bytes = _trained(keeper, examples, validation, progress)
         parameters = sum(value.size for value in _trainable(loaded))

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from uma.dataset.batches import batch_plan
 from uma.dataset.examples import Example
-from uma.errors import UmaError
+from uma.errors import StorageError, UmaError
 from uma.measurement.run_folder import Event, Progress
 from uma.runtime.lora import attention
 from uma.runtime.lora.batching import (
@@ -116,14 +117,23 @@ def train(
             progress.train_loss = window.loss
             keeper.report(window.event(progress, optimizer))
             window = _Window()
-        _validate(model, validation, course, progress, keeper)
+        try:
+            _validate(model, validation, course, progress, keeper)
+        except StorageError:  # perhaps of best/ alone: what was trained need not be lost with it
+            with suppress(UmaError):
+                _save(model, optimizer, progress, keeper)
+            raise
         halted = bool(keeper.stopped())
         done = done or halted or exhausted(course, progress)
         if done or _passed(before, progress.iteration, course.save_every):
-            keeper.phase("save")
-            _require_finite_adapter(model, optimizer, progress.iteration)
-            keeper.save(progress)
+            _save(model, optimizer, progress, keeper)
     return progress
+
+
+def _save(model: nn.Module, optimizer: Any, progress: Progress, keeper: Keeper) -> None:
+    keeper.phase("save")
+    _require_finite_adapter(model, optimizer, progress.iteration)
+    keeper.save(progress)
 
 
 def _try_step(model: nn.Module, units: Sequence[Unit]) -> None:
@@ -297,12 +307,13 @@ def _validate(
             f"the validation loss is {loss} after iteration {progress.iteration}; what was saved "
             "before is as it was; lower --learning-rate, or look at valid.jsonl"
         )
+    best = progress.best_val_loss is None or loss < progress.best_val_loss
+    if best and progress.iteration:  # before that it is the untouched model
+        keeper.keep_best(progress)  # where that fails, it is validated again by who goes on
     progress.val_loss, progress.validated = loss, progress.iteration
-    if progress.best_val_loss is None or loss < progress.best_val_loss:
+    if best:
         progress.best_val_loss, progress.best_iteration = loss, progress.iteration
         progress.worse = 0
-        if progress.iteration:  # before that it is the untouched model
-            keeper.keep_best(progress)
     else:
         progress.worse += 1
     keeper.report(

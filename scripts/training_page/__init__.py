@@ -1,0 +1,1 @@
+"""What the tables of docs/training-memory.md are made of."""
