@@ -671,6 +671,25 @@ def test_the_command_trains_reports_and_resumes(
     assert tensors(tmp_path / "run") == kept
 
 
+def test_a_last_validation_that_was_left_is_made_by_the_command_that_goes_on(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data_folder(tmp_path / "data")
+    asked = command(base, tmp_path, "--iters", "4", "--steps-per-eval", "50")
+    assert main(asked) == 0
+    run, first = tmp_path / "run", json.loads(capsys.readouterr().out)
+    state = run / "checkpoints" / "0000004" / "state.json"
+    left = read_json(state)
+    left["progress"] |= {"val_loss": 9.0, "best_val_loss": 9.0, "best_iteration": 0, "validated": 0}
+    state.write_text(json.dumps(left))
+    shutil.rmtree(run / "best")
+    assert main([*asked, "--resume"]) == 0
+    assert json.loads(capsys.readouterr().out)["val_loss"] == first["val_loss"]
+    assert tensors(run / "best") == tensors(run)
+    assert main([*asked, "--resume"]) == 0
+    assert "nothing is left to do" in json.loads(capsys.readouterr().out)["notes"][0]
+
+
 @pytest.mark.parametrize("inside", ["best", "checkpoints"])
 def test_a_folder_inside_the_run_that_cannot_be_written_is_found_before_the_training(
     base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], inside: str

@@ -118,14 +118,15 @@ def begun(asked: Asked) -> "tuple[Cut | None, int]":
 def nothing_left(asked: Asked, splits: "dict[str, Split]") -> str | None:
     """Why a resumed run has nothing left to do, if it has not."""
     from uma.measurement.run_folder import last_progress
-    from uma.runtime.lora.train import exhausted
+    from uma.runtime.lora.train import due, exhausted
 
     if not asked.resume:
         return None
     progress = last_progress(asked.adapter_path)
     course = course_of(asked, splits)
     more = "iters" if asked.epochs is None else "epochs"
-    if progress.iteration >= course.iters:
+    to_validate = "valid" in splits and due(progress, course)
+    if progress.iteration >= course.iters and not to_validate:
         return (
             f"nothing is left to do: {progress.iteration:,} iterations are done of {course.iters:,}"
             f"; give more --{more}"

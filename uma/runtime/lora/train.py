@@ -107,7 +107,10 @@ def train(
     window = _Window()
     if validation and not (progress.iteration or keeper.stopped()):
         _try_step(model, batches.units)
+    validated = progress.validated
     _validate(model, validation, course, progress, keeper)
+    if progress.iteration == course.iters and progress.validated != validated:
+        _save(model, optimizer, progress, keeper)  # the last one, which was left before
     halted = bool(keeper.stopped())
     while progress.iteration < course.iters and not (halted or exhausted(course, progress)):
         before = progress.iteration
@@ -294,7 +297,7 @@ def _validate(
     keeper: Keeper,
 ) -> None:
     """Validate where that is due, unless it is asked to leave."""
-    if not validation or not _due(progress, course):
+    if not validation or not due(progress, course):
         return
     started = time.perf_counter()
     keeper.phase("validation")
@@ -328,7 +331,8 @@ def _validate(
     )
 
 
-def _due(progress: Progress, course: Course) -> bool:
+def due(progress: Progress, course: Course) -> bool:
+    """Whether a validation is to be made where the run stands."""
     last, now = progress.validated, progress.iteration
     if last is None:
         return True
