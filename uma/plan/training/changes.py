@@ -61,7 +61,7 @@ def _own_trainer(case: TrainingCase, needs: Needs) -> Change | None:
         "our own trainer (uma lora train)",
         ("--trainer", "uma"),
         lambda case: replace(case, trainer="uma"),
-        "0.75 to 0.85 of mlx_lm's step, measured on a CPU; not on a Mac",
+        "0.4 to 0.9 of mlx_lm's step with its checkpointing, on a CPU; not measured on a Mac",
     )
 
 
