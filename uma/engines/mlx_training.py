@@ -5,7 +5,7 @@ freed buffers, whose size is a choice.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -34,6 +34,9 @@ STEP_SOURCE = "arrays of one step in MLX's order of evaluation"
 
 Roots = Callable[[Program, Architecture, TrainingWorkload, Backend], list[Value]]
 """What is evaluated, laid out in a program."""
+
+LayerKind = tuple[object, bool]
+"""What of a layer decides how it is laid out, and whether its gradients are summed together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +157,10 @@ class Steps:
         not laid out, as MLX's order of evaluation takes ``MAX_WIDTH`` of them at once. Gradients
         whose update is more than one kernel wait for the end, when all are there.
         """
-        small = sum(
-            [count * len(self._trained(self.one[kind])) for kind, count in self.left.items()]
-        )
+        small = self._of_left({kind: len(self._trained(self.one[kind])) for kind in self.left})
         found = self._levels(self.places, small % MAX_WIDTH)
-        return max(self._continued(levels) for levels in found)
+        waiting = self._of_left({kind: self._waiting_bytes(self.one[kind]) for kind in self.left})
+        return max(self._continued(levels, waiting) for levels in found)
 
     def step_bytes(self, layers: int) -> int:
         """The peak of a step with the last ``layers`` layers, above what exists before it."""
@@ -166,8 +168,8 @@ class Steps:
 
     def forward_bytes(self) -> int:
         """The peak of ``evaluate`` on one batch: in the last layer, or of the logits."""
-        layout = self._lay_out(self.layers[-1:], mlx_lm_step.forward_roots)
-        return self.sample.above(("forward", self.kinds[-1]), layout)
+        lay_out = self._lay_out(self.layers[-1:], mlx_lm_step.forward_roots)
+        return self.sample.above(("forward", self.kinds[-1]), lay_out)
 
     def _trained(self, layer: Layer) -> list[Trained]:
         """The trained arrays of a layer."""
@@ -187,17 +189,22 @@ class Steps:
         arrays = {kind: len(self._trained(layer)) for kind, layer in one.items()}
         return summed_together([arrays[kind] for kind in kinds], ruled)
 
-    def _continued(self, levels: Levels) -> int:
-        """The peak with the layers that are not laid out, which are between the first and last."""
+    def _of_left(self, each: Mapping[LayerKind, int]) -> int:
+        """The sum over layers that are not laid out, of what there is of each of a kind."""
+        return sum([count * each[kind] for kind, count in self.left.items()])
+
+    def _continued(self, levels: Levels, waiting_bytes: int) -> int:
+        """The peak with the layers that are not laid out, which are between the first and last.
+
+        Their gradients that wait for the end are ``waiting_bytes``.
+        """
         if not self.left:
             return max(levels.peaks)
         kinds = [self.kinds[place] for place in self.places[1:-1]]
         pairs = zip(kinds, levels.needed, levels.needed[1:], strict=False)
         added = {kind: after - before for kind, before, after in pairs}
-        more = sum([count * added[kind] for kind, count in self.left.items()])
-        waiting = [n * self._waiting_bytes(self.one[kind]) for kind, n in self.left.items()]
         *until, last = levels.peaks
-        return max(max(until) + more, last + sum(waiting))
+        return max(max(until) + self._of_left(added), last + waiting_bytes)
 
     def _levels(self, places: Sequence[int], small: int = 0) -> list[Levels]:
         kinds = [list(self.one).index(self.kinds[place]) for place in places]

@@ -55,6 +55,7 @@ def _first_that_fits(case: TrainingCase, needs: Needs, changes: Sequence[Change]
 
 
 def _own_trainer(case: TrainingCase, needs: Needs) -> Change | None:
+    """Times of ``scripts/bench_lora.py``: dense 0.36, experts 0.64, sliding 0.78, Mamba-2 0.87."""
     if case.engine == "torch" or case.trainer == "uma" or case.workload.sharding.devices > 1:
         return None
     return Change(
