@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from uma.architecture.layers import Architecture, Layer, Parameter
 from uma.engines import mlx_lm_step
 from uma.engines.mlx_compiled_update import updated_at_once
 from uma.engines.mlx_gated_delta import is_ruled, summed_together
-from uma.frozen import dataclass
-from uma.memory.adapters import mlx_adapters, trained_layers
+from uma.memory.adapters import layer_adapters, require_form, trained_layers
 from uma.memory.liveness import MAX_WIDTH
 from uma.memory.mlx_plan import Levels, highest
 from uma.memory.mlx_program import Program, Value
@@ -39,8 +39,7 @@ LayerKind = tuple[object, bool]
 """What of a layer decides how it is laid out, and whether its gradients are summed together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
+class Trained(NamedTuple):
     """One trained array."""
 
     shape: tuple[int, ...]
@@ -60,14 +59,22 @@ def trained_arrays(architecture: Architecture, workload: TrainingWorkload) -> li
     Factors and magnitudes of adapters are float32 whatever the model is (``tuner/lora.py``,
     ``mx.random.uniform``; ``tuner/dora.py``, ``set_linear``).
     """
+    layers = trained_layers(architecture, workload)
+    kinds = layers if workload.targets else architecture.alike[-len(layers) :]
+    known: dict[int, list[Trained]] = {}
+    for kind in kinds:
+        if id(kind) not in known:
+            known[id(kind)] = _arrays(kind, workload)
+    return [array for kind in kinds for array in known[id(kind)]]
+
+
+def _arrays(layer: Layer, workload: TrainingWorkload) -> list[Trained]:
+    """Those of one layer."""
     if workload.method == "full":
-        return [
-            Trained(p.shape, _width(p, workload))
-            for layer in trained_layers(architecture, workload)
-            for p in layer.parameters
-        ]
+        return [Trained(p.shape, _width(p, workload)) for p in layer.parameters]
     found = []
-    for adapter in mlx_adapters(architecture, workload):
+    for adapter in layer_adapters(layer, workload):
+        require_form(adapter)
         stacked = (adapter.count,) if len(adapter.parameter.shape) == 3 else ()
         found.append(Trained((*stacked, adapter.columns, adapter.rank), FLOAT32))
         found.append(Trained((*stacked, adapter.rank, adapter.rows), FLOAT32))
@@ -84,7 +91,10 @@ def _width(parameter: Parameter, workload: TrainingWorkload) -> int:
 
 def optimizer_bytes(workload: TrainingWorkload, arrays: list[Trained]) -> int:
     """What the optimizer keeps of them, and its two numbers."""
-    states = (mlx_states(workload.optimizer, a.shape, a.width).device_bytes for a in arrays)
+    states = [
+        count * mlx_states(workload.optimizer, array.shape, array.width).device_bytes
+        for array, count in Counter(arrays).items()
+    ]
     return sum(states) + OPTIMIZER_SCALARS
 
 
@@ -102,7 +112,7 @@ def training_terms(
     are kept between steps. Workers of ``mx.distributed`` take their part of each batch.
     """
     arrays = trained_arrays(architecture, workload)
-    size = sum(a.size_bytes for a in arrays)
+    size = sum([a.size_bytes for a in arrays])
     terms = [weights]
     workers = workload.sharding.data
     if workers > 1:
@@ -173,7 +183,7 @@ class Steps:
 
     def _trained(self, layer: Layer) -> list[Trained]:
         """The trained arrays of a layer."""
-        return trained_arrays(self._kept([layer]), self.workload)
+        return _arrays(layer, self.workload)
 
     def _waiting_bytes(self, layer: Layer) -> int:
         """Of a layer's gradients, those that wait for their update."""

@@ -83,9 +83,27 @@ def effect(
 Rule = Callable[[Sequence[Any], Sequence[Layout], Sequence[Layout]], Effect]
 
 
-def _view(layout: Layout, out: Layout, strides: Shape, **changes: Any) -> Effect:
-    new = layout._replace(shape=out.shape, itemsize=out.itemsize, strides=strides, **changes)
-    return Effect((new,), shares=True, dispatches=0)
+def _view(
+    x: Layout,
+    out: Layout,
+    strides: Shape,
+    *,
+    spanned: int | None = None,
+    contiguous: bool | None = None,
+    row: bool | None = None,
+    col: bool | None = None,
+) -> Effect:
+    """The shape of ``out`` over the buffer of ``x``, like it in what is not given."""
+    new = Layout(
+        out.shape,
+        out.itemsize,
+        strides,
+        x.spanned if spanned is None else spanned,
+        x.contiguous if contiguous is None else contiguous,
+        x.row if row is None else row,
+        x.col if col is None else col,
+    )
+    return Effect((new,), True, (), False, (), 0)
 
 
 def _contiguity(shape: Shape, strides: Shape) -> tuple[int, bool, bool]:

@@ -6,6 +6,7 @@ are counted in the device's own units (mlx 0.32.4, ``mlx/transforms.cpp``, ``eva
 ``mlx/backend/cpu/eval.cpp``; ``mlx/backend/metal/eval.cpp``).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any, NamedTuple
@@ -149,39 +150,37 @@ def evaluation_order(graph: Graph) -> list[Operation]:
     An operation joins the tape when all that use it have; where more than ``MAX_WIDTH`` wait, the
     walk goes down one level first.
     """
-    maker = {i: operation for operation in graph.operations for i in operation.outputs}
+    operations = graph.operations
+    maker = {i: n for n, operation in enumerate(operations) for i in operation.outputs}
     uses = _uses(graph, maker)
-    tape: list[Operation | None] = [None]
-    aside: list[tuple[Operation | None, int]] = []
-    i = 0
-    while i < len(tape) or aside:
-        if i < len(tape):
-            current, j = tape[i], 0
-            i += 1
-        else:
-            current, j = aside.pop()
-        inputs = graph.roots if current is None else current.inputs
+    tape: list[int] = []
+    aside: list[tuple[Sequence[int], int]] = []
+    inputs, j, i = graph.roots, 0, 0
+    while True:
         for k in range(j, len(inputs)):
             made = maker.get(inputs[k])
             if made is None:
                 continue
             if len(tape) - i >= MAX_WIDTH:
-                aside.append((current, k))
+                aside.append((inputs, k))
                 break
-            uses[id(made)] -= 1
-            if not uses[id(made)]:
+            uses[made] -= 1
+            if not uses[made]:
                 tape.append(made)
-    return [operation for operation in reversed(tape) if operation is not None]
+        if i < len(tape):
+            inputs, j = operations[tape[i]].inputs, 0
+            i += 1
+        elif aside:
+            inputs, j = aside.pop()
+        else:
+            return [operations[n] for n in reversed(tape)]
 
 
-def _uses(graph: Graph, maker: Mapping[int, Operation]) -> dict[int, int]:
+def _uses(graph: Graph, maker: Mapping[int, int]) -> Counter[int | None]:
     """How often what each operation makes is used, by those that the roots need."""
-    uses: dict[int, int] = {}
-    waiting = [*graph.roots]
-    while waiting:
-        made = maker.get(waiting.pop())
-        if made is not None:
-            count = uses[id(made)] = uses.get(id(made), 0) + 1
-            if count == 1:
-                waiting += made.inputs
-    return uses
+    used, needed = [*graph.roots], set(graph.roots)
+    for operation in reversed(graph.operations):  # each comes after those that it needs
+        if not needed.isdisjoint(operation.outputs):
+            needed.update(operation.inputs)
+            used += operation.inputs
+    return Counter(map(maker.get, used))

@@ -7,6 +7,7 @@ The graph is evaluated on paper by ``uma.memory.liveness``.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -44,6 +45,9 @@ class Step(NamedTuple):
     parts: tuple[Value, ...] = ()
 
 
+# What makes one in half the time of its class, which is called for all of a step.
+_value, _operation = partial(tuple.__new__, Value), partial(tuple.__new__, Operation)
+
 Backward = Callable[[Value], Sequence[Value]]
 """Gradients of all inputs from that of the output."""
 
@@ -72,7 +76,7 @@ class Program:
         shape = tuple(shape)
         number, known = len(self.arrays), self.shapes
         self.arrays.append((known.setdefault(shape, len(known)), width))
-        return Value(number, shape, width)
+        return _value((number, shape, width))
 
     def source(self, *shape: int, width: int, held: bool = True) -> Value:
         """An array that exists before; without ``held`` it dies with its last use."""
@@ -108,7 +112,7 @@ class Program:
         made = self.value(shape, inputs[0].width if width is None else width)
         numbers = tuple([x.number for x in inputs])
         known = self._numbered(arguments) if arguments else ()
-        self.operations.append(Operation(name, numbers, (made.number,), known, opaque, donors))
+        self.operations.append(_operation((name, numbers, (made.number,), known, opaque, donors)))
         if name != "StopGradient" and not self.differentiated.isdisjoint(numbers):
             self.differentiated.add(made.number)
             self.steps.append(Step(name, tuple(inputs), made, arguments, backward))

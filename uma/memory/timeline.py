@@ -26,19 +26,21 @@ Numbers = tuple[int, ...]
 class Kind(NamedTuple):
     """What an operation does to memory, in one case.
 
-    ``made`` are the bytes of the outputs, ``temporary`` those of buffers that are free once it has
-    run, and ``largest`` is one of either, but for the first output. That takes over one of the
-    inputs ``donors``, if it has at most ``room`` bytes; the operation begins with a copy if it
-    ``copies``. ``spanned`` are elements of the buffers behind inputs and the first output,
-    ``elements`` those of all outputs.
+    ``first`` and ``others`` are the bytes of its outputs, ``temporary`` those of buffers that are
+    free once it has run; together they are ``made``, and ``largest`` is one of them but the first
+    output. That takes over one of the inputs ``donors``, if it has at most ``room`` bytes; the
+    operation begins with a copy if it ``copies``. ``spanned`` are elements of the buffers behind
+    inputs and the first output, ``elements`` those of all outputs.
     """
 
     shares: bool = False
     donors: Numbers = ()
     dispatches: int = 0
     copies: bool = False
-    made: Numbers = ()
+    first: int = 0
+    others: Numbers = ()
     temporary: int = 0
+    made: int = 0
     largest: int = 0
     room: int = 0
     spanned: Numbers = ()
@@ -56,18 +58,22 @@ def kind_of(
     if found.shares:
         return VIEWS
     head = found.outputs[0]
-    made = tuple([buffer_bytes(x.spanned * x.itemsize, backend) for x in found.outputs])
+    first, *others = [buffer_bytes(x.spanned * x.itemsize, backend) for x in found.outputs]
     temporaries = [buffer_bytes(size, backend) for size in found.temporaries]
+    temporary = sum(temporaries)
     return Kind(
-        donors=tuple([i for i in found.donors if inputs[i].itemsize == head.itemsize]),
-        dispatches=found.dispatches,
-        copies=found.copies,
-        made=made,
-        temporary=sum(temporaries),
-        largest=max([*made[1:], *temporaries], default=0),
-        room=maxsize if found.exact else outputs[0].nbytes + DONATION_EXTRA,
-        spanned=(*[x.spanned for x in inputs], head.spanned),
-        elements=sum([x.spanned for x in found.outputs]) if found.dispatches else 0,
+        False,
+        tuple([i for i in found.donors if inputs[i].itemsize == head.itemsize]),
+        found.dispatches,
+        found.copies,
+        first,
+        tuple(others),
+        temporary,
+        first + sum(others) + temporary,
+        max([*others, *temporaries], default=0),
+        maxsize if found.exact else outputs[0].nbytes + DONATION_EXTRA,
+        (*[x.spanned for x in inputs], head.spanned),
+        sum([x.spanned for x in found.outputs]) if found.dispatches else 0,
     )
 
 
@@ -146,10 +152,12 @@ class Timeline:
         self.views = [0]
         for number, inputs, outputs in order:
             kind = kinds[number]
-            if kind.shares and len(inputs) == len(outputs) == 1:
+            if not kind.shares:
+                self._make(number, kind, inputs, outputs)
+            elif len(inputs) == len(outputs) == 1:
                 self._view(inputs[0], outputs[0])
             else:
-                self._add(number, kind, inputs, outputs)
+                self._share(number, inputs, outputs)
         self.stops = self._stops([self.slots[i] for i in marks])
 
     def _stops(self, slots: Sequence[int]) -> Numbers:
@@ -166,29 +174,42 @@ class Timeline:
             self._sharers[slot] += 1
         self.views[-1] += 1
 
-    def _add(self, number: int, kind: Kind, inputs: Numbers, outputs: Numbers) -> None:
-        place = len(self.steps)
+    def _share(self, number: int, inputs: Numbers, outputs: Numbers) -> None:
+        """Outputs that are views of inputs, those beyond the last one of that."""
+        before = [self.slots[i] for i in inputs]
+        made = [before[min(at, len(before) - 1)] for at in range(len(outputs))]
+        for slot, i in zip(made, outputs, strict=True):
+            self._sharers[slot] += 1
+            self.slots[i] = slot
+        used = {*before, *made} - {made[-1]}
+        for slot in used:
+            self._held[slot] = len(self.steps)
+        gone = self._gone(inputs, outputs)
+        if used:
+            self._step(number, -1, (), (), gone, made[-1])
+        else:
+            self.views[-1] += 1
+
+    def _make(self, number: int, kind: Kind, inputs: Numbers, outputs: Numbers) -> None:
+        """Outputs in slots of their own."""
+        place, first = len(self.steps), len(self._sharers)
         before = [self.slots[i] for i in inputs]
         donors = self._donors(kind, inputs, before) if kind.donors else ()
-        made = self._shared(before, outputs) if kind.shares else self._new(outputs)
-        last = made[-1]
-        used = {*before, *made[:-1]}
-        if kind.shares:
-            used.discard(last)
-        for slot in used:
-            self._held[slot] = place
-        gone = self._gone(inputs, outputs)
-        if kind.shares and not used:
-            self.views[-1] += 1
-            return
-        reads = self._reads(before, made, place) if kind.dispatches else ()
-        dropped: Numbers = ()
-        if last in gone:
-            gone.remove(last)
-            dropped = (last,)
-        first = -1 if kind.shares else last - len(outputs) + 1
-        self.steps.append(Step(number, first, donors, reads, tuple(gone), dropped))
-        self.views.append(0)
+        for slot, i in enumerate(outputs, first):
+            self.slots[i] = slot
+            self._sharers.append(1)
+            self._held.append(place)
+            self._touched.append(place if kind.dispatches else -1)
+        held, touched = self._held, self._touched
+        held[-1] = -1
+        reads = {slot: (touched[slot], at) for at, slot in enumerate(before)}
+        for slot in reads:
+            held[slot] = place
+            if kind.dispatches:
+                touched[slot] = place
+        last = len(held) - 1
+        read = tuple(reads.values()) if kind.dispatches else ()
+        self._step(number, first, donors, read, self._gone(inputs, outputs), last)
 
     def _donors(self, kind: Kind, inputs: Numbers, before: Sequence[int]) -> tuple[Donor, ...]:
         """Those that nothing else needs, nor a view of them."""
@@ -199,30 +220,15 @@ class Timeline:
                 found.append(Donor(slot, self._held[slot], self._touched[slot], at))
         return tuple(found)
 
-    def _shared(self, before: Sequence[int], outputs: Numbers) -> Sequence[int]:
-        made = [before[min(at, len(before) - 1)] for at in range(len(outputs))]
-        for slot, i in zip(made, outputs, strict=True):
-            self._sharers[slot] += 1
-            self.slots[i] = slot
-        return made
-
-    def _new(self, outputs: Numbers) -> Sequence[int]:
-        first = len(self._sharers)
-        for slot, i in enumerate(outputs, first):
-            self.slots[i] = slot
-            self._sharers.append(1)
-            self._held.append(-1)
-            self._touched.append(-1)
-        return range(first, first + len(outputs))
-
     def _gone(self, inputs: Numbers, outputs: Numbers) -> list[int]:
         """Slots of which no array is needed any more."""
-        uses, dead, gone = self._uses, [], []
+        uses, dead = self._uses, []
         for i in inputs:
             uses[i] -= 1
             if not uses[i]:
                 dead.append(i)
         dead += [i for i in outputs if i not in uses]
+        gone = []
         for i in dead:
             slot = self.slots[i]
             self._sharers[slot] -= 1
@@ -230,15 +236,21 @@ class Timeline:
                 gone.append(slot)
         return gone
 
-    def _reads(
-        self, before: Sequence[int], made: Sequence[int], place: int
-    ) -> tuple[tuple[int, int], ...]:
-        touched = self._touched
-        last = dict(zip(before, range(len(before)), strict=True))
-        found = tuple([(touched[slot], at) for slot, at in last.items()])
-        for slot in (*before, *made):
-            touched[slot] = place
-        return found
+    def _step(
+        self,
+        number: int,
+        made: int,
+        donors: tuple[Donor, ...],
+        reads: tuple[tuple[int, int], ...],
+        gone: list[int],
+        last: int,
+    ) -> None:
+        dropped: Numbers = ()
+        if last in gone:
+            gone.remove(last)
+            dropped = (last,)
+        self.steps.append(Step(number, made, donors, reads, tuple(gone), dropped))
+        self.views.append(0)
 
     def run(
         self,
@@ -255,41 +267,56 @@ class Timeline:
         """
         slots = [*sources, *[0] * (len(self._sharers) - len(self.sources))]
         live = peak = sum(slots)
-        largest = finished = opened = 0
-        tasks = _MetalTasks() if backend == "metal" else _CpuTasks(dispatched + self.views[0])
+        metal = backend == "metal"
+        operations = 0 if metal else dispatched + self.views[0]
+        largest = elements = finished = opened = done = 0  # of tasks those that are whole
         ends: list[int] = []  # of each step the task that frees what it used, and how much
         frees: list[int] = []
         peaks, needed, stops = [], [], Counter(self.stops)
         for place, (number, made, donors, reads, freed, dropped) in enumerate(self.steps, 1):
             kind = kinds[number]
-            dispatches, fresh, free = kind.dispatches, kind.elements, kind.temporary
+            _, _, dispatches, copies, first, others, free, new, most, room, spanned, fresh = kind
             for touched, at in reads:
                 if touched < opened:
-                    fresh += kind.spanned[at]
+                    fresh += spanned[at]
             if made >= 0:
-                slots[made : made + len(kind.made)] = kind.made
-                live += sum(kind.made) + free
-                largest = max(largest, kind.largest)
+                slots[made] = first
+                if others:
+                    slots[made + 1 : made + 1 + len(others)] = others
+                live += new
                 for donor, held, touched, at in donors:
-                    if held < finished and slots[donor] <= kind.room:
-                        live -= slots[made]
+                    if held < finished and slots[donor] <= room:
+                        live -= first
                         slots[made], slots[donor] = slots[donor], 0
-                        dispatches -= kind.copies
-                        fresh -= kind.spanned[at if touched < opened else -1]
+                        dispatches -= copies
+                        fresh -= spanned[at if touched < opened else -1]
                         break
                 else:
-                    largest = max(largest, kind.made[0])
-                peak = max(peak, live)
+                    if first > most:
+                        most = first
+                if live > peak:
+                    peak = live
+                if most > largest:
+                    largest = most
             for slot in freed:
                 free += slots[slot]
             for slot in dropped:
                 live -= slots[slot]
-            task = tasks.add(dispatches, fresh, self.views[place])
-            ends.append(task)
             frees.append(free)
-            if task <= tasks.done:
+            operations += dispatches
+            if metal:
+                elements += fresh
+                task = done + 1
+                if operations > MAX_OPERATIONS or elements >> 20 > MAX_ELEMENTS >> 20:
+                    done, operations, elements = task, 0, 0
+            else:  # the dispatch that frees is the only one of views
+                task = operations // DISPATCHES_PER_TASK + 1
+                operations += 1 + self.views[place]
+                done = operations // DISPATCHES_PER_TASK
+            ends.append(task)
+            if task <= done:
                 opened = place
-            while finished < place and ends[finished] <= tasks.done - tasks_ahead:
+            while finished < place and ends[finished] <= done - tasks_ahead:
                 live -= frees[finished]
                 finished += 1
             if place in stops:
@@ -297,37 +324,3 @@ class Timeline:
                 needed += [live - sum(frees[finished:])] * stops[place]
                 peak = live
         return Run((*peaks, peak), tuple(needed), sum(frees[finished:]), largest, slots)
-
-
-class _CpuTasks:
-    """``CommandEncoder::dispatch`` of the CPU: one task for every ten dispatches."""
-
-    def __init__(self, dispatched: int) -> None:
-        self.dispatches = dispatched
-        self.done = 0  # tasks that are whole
-
-    def add(self, dispatches: int, elements: int, views: int) -> int:
-        """Count an operation's dispatches and the one that frees, which is the only one of views.
-
-        The task that frees what the operation used.
-        """
-        last = self.dispatches + dispatches + 1
-        self.dispatches = last + views
-        self.done = self.dispatches // DISPATCHES_PER_TASK
-        return -(-last // DISPATCHES_PER_TASK)
-
-
-class _MetalTasks:
-    """Command buffers of Metal, closed by operations or by elements of the arrays in them."""
-
-    def __init__(self) -> None:
-        self.done = self.operations = self.elements = 0
-
-    def add(self, dispatches: int, elements: int, views: int) -> int:
-        """Count an operation and its new elements; the number of its command buffer."""
-        self.operations += dispatches
-        self.elements += elements
-        task = self.done + 1
-        if self.operations > MAX_OPERATIONS or self.elements >> 20 > MAX_ELEMENTS >> 20:
-            self.done, self.operations, self.elements = task, 0, 0
-        return task
