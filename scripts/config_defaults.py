@@ -28,6 +28,7 @@ COLUMNS = ("model_type", "key", "value", "source")
 READ = re.compile(r"""\bc(?:onfig)?\.([A-Za-z_]\w*)|["']([A-Za-z_]\w*)["']""")
 
 NOT_DEFAULTS = ESSENTIAL | {"model_type", "dtype", "architectures", "text_config", "vision_config"}
+NOT_DEFAULTS |= {"rope_theta"}  # checked where it stands, and no size depends on it
 
 # Sizes of the only models of a type, where transformers has none or not theirs.
 MINIMAX_M1 = "MiniMaxAI/MiniMax-M1-80k in llmfit 1.1.17"

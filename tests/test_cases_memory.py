@@ -22,7 +22,8 @@ from uma.machine.named import described_machine, machine_named
 from uma.memory.term import MemoryTerm
 from uma.memory.weights import weight_bytes
 from uma.plan.choice import Wanted, what_fits
-from uma.plan.inference import Form, InferencePlan, Request, plan_inference
+from uma.plan.forms import Form
+from uma.plan.inference import InferencePlan, Request, plan_inference
 from uma.quantization import Quantization
 from uma.report.plan import settings_text
 from uma.units import GB, GIB, MIB

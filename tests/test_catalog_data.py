@@ -7,29 +7,19 @@ import re
 import pytest
 
 from uma import catalog
-from uma.catalog import (
-    DATA,
-    BandwidthFigure,
-    Chip,
-    Gpu,
-    KnownBad,
-    Mac,
-    Model,
-    Repository,
-    UnifiedMachine,
-    WorkingSet,
-)
+from uma.catalog import DATA, Chip, Gpu, Mac, Model, Repository, UnifiedMachine, observed
+from uma.catalog.observed import BandwidthFigure, KnownBad, WorkingSet
 
 TABLES = {
     "chips.csv": (Chip, catalog.chips, ("chip", "bin")),
     "macs.csv": (Mac, catalog.macs, ("model", "chip", "cpu_cores", "memory_gib", "price_usd")),
     "gpus.csv": (Gpu, catalog.gpus, ("name",)),
     "unified.csv": (UnifiedMachine, catalog.unified_machines, ("name",)),
-    "working_set.csv": (WorkingSet, catalog.working_sets, ()),
+    "working_set.csv": (WorkingSet, observed.working_sets, ()),
     "models.csv": (Model, catalog.models, ("hf_id",)),
     "repositories.csv": (Repository, catalog.repositories, ("repo",)),
-    "bandwidth.csv": (BandwidthFigure, catalog.bandwidth_figures, ()),
-    "known_bad.csv": (KnownBad, catalog.known_bad, ("package", "effect")),
+    "bandwidth.csv": (BandwidthFigure, observed.bandwidth_figures, ()),
+    "known_bad.csv": (KnownBad, observed.known_bad, ("package", "effect")),
 }
 CONFIGS = sorted(path.stem for path in (DATA / "models").glob("*.json"))
 
@@ -75,6 +65,22 @@ def test_the_readme_counts_the_rows_as_they_are():
     assert {name: int(count) for name, count in told.items()} == {
         path.name: len(rows(path.name)) for path in DATA.glob("*.csv")
     }
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DATA.glob("*.csv")))
+def test_every_row_is_one_line(name):
+    lines = (DATA / name).read_text(encoding="utf-8").splitlines()
+    assert len(lines) == len(rows(name)) + 2  # a comment, the columns
+
+
+def test_a_row_that_is_read_alone_is_the_row_of_the_table():
+    for model in catalog.models():
+        assert catalog.find_model(model.hf_id.upper()) == model
+    for repository in catalog.repositories():
+        assert catalog.find_repository(repository.repo.upper()) == repository
+    for hf_id in {repository.hf_id for repository in catalog.repositories()}:
+        alike = tuple(row for row in catalog.repositories() if row.hf_id == hf_id)
+        assert catalog.repositories_of(hf_id) == alike
 
 
 def test_every_model_has_a_config_and_every_config_a_model():
@@ -191,7 +197,7 @@ def test_a_driver_reports_no_more_memory_than_was_sold():
 
 
 def test_a_working_set_is_a_part_of_the_memory():
-    for row in catalog.working_sets():
+    for row in observed.working_sets():
         assert row.macos in ("15", "26", "any", "") or not row.default
         assert 0.6 < row.working_set_bytes / (row.memory_gib << 30) < 0.93
 

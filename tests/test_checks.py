@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from uma import catalog
-from uma.catalog import KnownBad
+from uma.catalog import observed
+from uma.catalog.observed import KnownBad
 from uma.machine import Machine, budget_of, mac_of, read_machine
 from uma.measurement import checks
 from uma.measurement.bundle import kept_lines, machine_of_readings
@@ -81,7 +81,7 @@ def test_a_fault_is_told_with_its_remedy_and_its_source() -> None:
 
 
 def test_every_row_of_known_faults_can_be_found_and_names_a_public_page() -> None:
-    for row in catalog.known_bad():
+    for row in observed.known_bad():
         assert row.source.startswith("https://"), row
         assert row.severity in ("failure", "warning", "note")
         assert row.effect

@@ -72,7 +72,7 @@ def test_h14_what_is_above_the_budget_and_within_the_limit_is_not_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = ["compare", "llama-3-8b", "--train", "qlora", "--machine", "rtx-3060-12gb"]
-    assert main(command) == 0
+    assert main([*command, "--host-ram", "4GB"]) == 0
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("rtx-3060-12gb"))
     assert " tight " in line
 

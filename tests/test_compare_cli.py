@@ -133,7 +133,7 @@ def test_a_spreadsheet_has_a_line_a_machine(capsys: pytest.CaptureFixture[str]) 
         ("compare llama-3-8b --train rslora --machine h200", 0, ""),
         ("compare llama-3-70b --train lora --emit vllm --machine h100", 2, "leave out --train"),
         ("compare llama-3-70b --emit deepspeed --machine h100", 2, "give --train"),
-        ("compare llama-3-8b --train qlora --emit fsdp --machine h100", 2, "fsdp for several"),
+        ("compare llama-3-8b --train qlora --emit fsdp --machine dgx-spark", 2, "fsdp for"),
         ("compare llama-3-8b --train qlora --emit mlx --machine h100", 2, "mlx is for Macs"),
         ("compare llama-3-8b --train qlora --emit peft --machine mac-mini-m4-24", 2, "peft for"),
         ("compare llama-3-70b --train full --emit peft --machine rtx-4090", 3, "no plan fits"),
@@ -234,6 +234,7 @@ def test_the_table_of_training_says_what_is_trained(capsys: pytest.CaptureFixtur
         ("--train full --machine 8xh100 --emit fsdp", "fsdp_version"),
         ("--train full --machine 8xh100 --emit peft", "ds.json (--emit deepspeed)"),
         ("--train qlora --machine 2xrtx-4090 --emit fsdp", "the script of --emit peft-fsdp"),
+        ("--train qlora --machine rtx-4090 --emit fsdp", "num_processes: 1"),
         ("--train qlora --machine 2xrtx-4090 --emit peft-fsdp", "bnb_4bit_quant_storage"),
         ("--train lora --machine 2xh100 --emit peft-deepspeed", "ds.json (--emit deepspeed)"),
         ("--train qlora --machine t4 --emit peft", "dtype=torch.float16"),
@@ -427,7 +428,7 @@ def test_why_nothing_trains_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_training_that_does_not_fit_has_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
-    command = "compare llama-3-70b --train qlora --machine rtx-4090"
+    command = "compare llama-3-70b --train qlora --machine rtx-4090 --host-ram 32GB"
     assert main(command.split()) == 3
     text = capsys.readouterr().out
     line = next(one for one in text.splitlines() if one.startswith("rtx-4090"))

@@ -10,6 +10,7 @@ from test_compare import LLAMA_70B, tps
 
 from uma.architecture import architecture_from_config
 from uma.checkpoint.source import locate
+from uma.errors import UsageError
 from uma.memory.adapters import adapters
 from uma.plan.compare import (
     Candidate,
@@ -24,6 +25,7 @@ from uma.plan.compare import (
 from uma.plan.compare.recipes import FLOAT32_WEIGHTS, MIXED, PLAIN, Kind, torch_recipes
 from uma.plan.compare.search import best_plan
 from uma.plan.compare.training_subject import TrainingSubject
+from uma.plan.training.checks import check
 from uma.plan.training.estimate import training_estimate
 from uma.units import GB, GIB, TIB
 from uma.workload import TrainingWorkload
@@ -85,17 +87,22 @@ def test_qlora_of_8b_trains_on_12_to_16_gb() -> None:
     assert base < on_16.device_bytes < 12 * GIB
     assert plan(row(subject("llama-3-8b", "qlora"), "rtx-3060-12gb")).runs
     assert plan(row(subject("llama-3-8b", "qlora", 1024), "rtx-3060-12gb")).verdict == "fits"
-    assert not row(subject("llama-3-8b", "qlora"), "rtx-4060-8gb").runs
+    assert not row(subject("llama-3-8b", "qlora"), "rtx-4060-8gb", host=HostProfile(4 * GIB)).runs
 
 
-def test_qlora_of_70b_trains_on_48_gb_and_on_24_gb_it_does_not() -> None:
+def test_qlora_of_70b_trains_on_48_gb_and_on_24_gb_with_its_weights_on_the_host_alone() -> None:
     found = plan(row(subject("llama-3-70b", "qlora"), "rtx-6000-ada"))
     outside = 2 * 128_256 * 8192
     base = (LLAMA_70B - outside) * 4.127 / 8 + 2 * outside
     assert 39 * GB < base < 40 * GB
     assert found.verdict == "fits"
     assert base < found.device_bytes < 48 * GIB
-    assert not row(subject("llama-3-70b", "qlora"), "rtx-4090").runs
+    assert not row(subject("llama-3-70b", "qlora"), "rtx-4090", host=HostProfile(32 * GIB)).runs
+    offloaded = plan(row(subject("llama-3-70b", "qlora"), "rtx-4090"))
+    assert offloaded.recipe is not None
+    assert offloaded.recipe.trainer == "fsdp"  # PEFT 0.21, docs/source/accelerate/fsdp.md
+    trained = subject("llama-3-70b", "qlora").trained_elements(offloaded.recipe)
+    assert offloaded.host_bytes == pytest.approx(base + 16 * trained, rel=1e-3)
     assert not row(subject("llama-3-70b", "lora"), "rtx-6000-ada", Wanted(16, 0)).runs
 
 
@@ -262,6 +269,40 @@ def test_a_repository_that_mlx_quantized_is_trained_in_the_bits_it_has() -> None
     assert (found.technique, found.format) == ("QLoRA", "4bit")
     whole = replace(subject("llama-3-8b", "full"), source=source, known={})
     assert row(whole, "mac-studio-m2-ultra-192").plan is None
+
+
+def test_one_card_trains_4_bit_weights_on_the_host_as_its_estimate_advises() -> None:
+    one, on = subject("llama-3-70b", "qlora"), machine("rtx-4090", HostProfile(256 * GIB))
+    found = plan(row(one, "rtx-4090", host=HostProfile(256 * GIB)))
+    assert found.recipe is not None
+    assert (found.verdict, found.recipe.workload.sharding.fsdp) == ("fits", True)
+    whole = next(p for p in tried(one, "rtx-4090") if p.technique == "QLoRA, checkpointing")
+    assert whole.recipe is not None
+    (advice,) = training_estimate(one.case(whole.recipe, on)).measures
+    assert advice.workload.sharding == found.recipe.workload.sharding
+    assert advice.fits
+
+
+@pytest.mark.parametrize("kind", ["lora", "qlora", "dora", "full"])
+def test_no_plan_is_one_that_an_estimate_refuses(kind: Kind) -> None:
+    one = subject("llama-3-8b", kind)
+    disk = HostProfile(2 * TIB, disk_bytes=4 * TIB, disk_bytes_per_s=7 * GB)
+    for name in ("rtx-4090", "4xh100", "v100-sxm2-32gb"):
+        for found in tried(one, name, disk):
+            assert found.recipe is not None
+            check(one.case(found.recipe, machine(name, disk)))
+
+
+def test_a_model_of_packed_matrices_is_not_trained() -> None:
+    with pytest.raises(UsageError, match="packed"):
+        subject("bitnet-b1.58-2b-4t", "full")
+
+
+def test_cards_without_bfloat16_have_float32_weights_where_all_are_trained() -> None:
+    """torch 2.13, ``amp/grad_scaler.py``: ``Attempting to unscale FP16 gradients.``"""
+    one = subject("llama-3.2-1b", "full")
+    assert {plan.quality for plan in tried(one, "v100-sxm2-32gb")} == {MIXED}
+    assert len({plan.quality for plan in tried(one, "a100-sxm4-40gb")}) == 3
 
 
 def test_cards_without_bfloat16_say_so() -> None:

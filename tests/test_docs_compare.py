@@ -147,6 +147,7 @@ def training() -> set[str]:
     assert lies_elsewhere(offloaded)
     qlora = plan(row(trained("llama-3-70b", "qlora"), "rtx-6000-ada"))
     parts = plan(row(trained("llama-3-70b", "qlora"), "2xrtx-4090"))
+    moved = plan(row(trained("llama-3-70b", "qlora"), CARD))
     lora = {one.technique: one for one in tried(small, "h100")}
     exact = [one for one in tried(trained("llama-3-8b", "full"), "h200") if one.quality == 2]
     whole = {one.technique: one for one in exact}
@@ -182,6 +183,8 @@ def training() -> set[str]:
         gb(qlora.bits_per_weight * LLAMA_70B / 8, 1),
         gib(qlora.device_bytes),
         gib(parts.device_bytes),
+        gib(moved.device_bytes),
+        gib(moved.host_bytes),
         gib(base.device_bytes),
         gib(lora["LoRA, checkpointing"].device_bytes),
         gib(lora["LoRA"].device_bytes),

@@ -108,6 +108,25 @@ def test_arguments_are_checked_as_the_standard_ones_are() -> None:
             Kept(**arguments)
 
 
+def test_a_class_of_few_instances_is_the_same_once_it_has_many() -> None:
+    size = made(dataclass, frozen=True, slots=True)
+    few, *_, many = (size("a", 1, note="n") for _ in range(100))
+    assert few == many == size(size_bytes=1, name="a")
+    assert repr(few) == repr(many) == repr(Standard("a", 1, note="n"))
+    assert few.parts is not many.parts
+    assert few.note == many.note == "n"
+
+
+@pytest.mark.parametrize("made_before", [0, 100])
+def test_the_same_argument_is_not_taken_twice(made_before: int) -> None:
+    size = made(dataclass, frozen=True, slots=True)
+    for _ in range(made_before):
+        size("a")
+    for values, named in ((("a",), {"name": "b"}), (("a", 1, [], "", 5), {}), ((), {"parts": []})):
+        with pytest.raises(TypeError, match=r"Size\.__init__\(\)"):
+            size(*values, **named)
+
+
 def test_what_checks_an_instance_is_called_as_it_is_made() -> None:
     assert Checked(1).number == 1
     with pytest.raises(ValueError, match="-1"):

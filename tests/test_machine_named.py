@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from uma import catalog
+from uma.catalog import observed
 from uma.errors import UnknownName, UsageError
 from uma.machine import budget_of, mac_of, read_machine, verdict
 from uma.machine.here import machine_of, this_machine, with_speed, with_vram
@@ -16,13 +16,13 @@ from uma.units import GB, GIB, MIB
 
 REPORTED = [
     row
-    for row in catalog.working_sets()
+    for row in observed.working_sets()
     if row.default and row.exact and row.macos in ("15", "26") and row.chip.startswith("M")
 ]
 
 
 @pytest.mark.parametrize("row", REPORTED, ids=lambda r: f"{r.chip}-{r.memory_gib}-{r.macos}")
-def test_a_named_mac_has_the_limit_that_such_a_mac_reported(row: catalog.WorkingSet) -> None:
+def test_a_named_mac_has_the_limit_that_such_a_mac_reported(row: observed.WorkingSet) -> None:
     machine = machine_named(f"{row.chip} {row.memory_gib}GB", macos=int(row.macos))
     assert machine.limit_bytes == row.working_set_bytes
     assert machine.limit_high_bytes is None

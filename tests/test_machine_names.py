@@ -1,11 +1,22 @@
 """Names of machines: every spelling that people type, and what is not one thing."""
 
+from collections.abc import Callable
+
 import pytest
 
 from uma import catalog
 from uma.errors import UnknownName, UsageError
 from uma.machine.named import machine_named
-from uma.machine.names import find, machine_names, sold_machines
+from uma.machine.names import (
+    Entry,
+    _apple,
+    _matches,
+    _others,
+    _Query,
+    find,
+    machine_names,
+    sold_machines,
+)
 
 UNSIZED = {"snapdragon-x2-elite", "panther-lake-core-ultra-x9-388h"}
 
@@ -70,6 +81,17 @@ def test_every_name_of_the_catalog_means_itself() -> None:
         assert find(name).entries[0].name == name
         if name not in UNSIZED:
             assert machine_named(name).memory_bytes > 0
+
+
+@pytest.mark.parametrize("read", [_apple, _others])
+def test_reading_only_lines_with_the_words_of_a_name_loses_no_machine(
+    read: Callable[..., tuple[Entry, ...]],
+) -> None:
+    for entry in read():
+        for said in (entry.needed, entry.allowed, (*entry.needed, *entry.allowed)):
+            query = _Query(said, (), None, None)
+            meant = [one for one in read() if _matches(one, query)]
+            assert [one for one in read(*said) if _matches(one, query)] == meant
 
 
 def test_every_row_of_the_catalog_has_a_name() -> None:

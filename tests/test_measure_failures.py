@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from uma.catalog import failures
+from uma.catalog.observed import failures
 from uma.cli.app import command
 from uma.cli.commands import COMMANDS
 from uma.measurement.failures import explain

@@ -26,7 +26,8 @@ from uma.memory.term import MemoryTerm
 from uma.memory.weights import weight_bytes
 from uma.plan.engine_case import engine_case
 from uma.plan.estimate import Estimate
-from uma.plan.inference import Form, InferencePlan, Request, plan_inference
+from uma.plan.forms import Form
+from uma.plan.inference import InferencePlan, Request, plan_inference
 from uma.quantization import Quantization
 from uma.units import GB, GIB, MIB
 from uma.workload import Inference

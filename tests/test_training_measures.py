@@ -165,6 +165,31 @@ def test_4_bit_weights_go_to_the_host_of_one_card_under_fsdp(
     assert list(found.values()) == [("--fsdp", "full", *OFFLOADED[2:])]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "falcon-7b --train full --machine rtx-4060-8gb --batch-size 3 --max-seq-length 512 "
+        "--optimizer sgd --host-ram 32GB",
+        "qwen3.5-35b-a3b --train full --machine 2xrtx-3090 --grad-checkpoint --stack litgpt",
+    ],
+)
+def test_each_measure_saves_something_where_it_stands(words: str, capsys: Any) -> None:
+    """Checkpoints save nothing of an update, but where that is on the host they do."""
+    found = estimated(capsys, *words.split())
+    assert found["measures"]
+    for measure in found["measures"]:
+        assert measure["saves_bytes"] > 0 or measure["host_saves_bytes"] > 0, measure["name"]
+    taken = [word for one in found["measures"] for word in one["options"]]
+    after = estimated(capsys, *words.split(), *taken)
+    assert (after["verdict"] == "fits") == found["measures_suffice"]
+
+
+def test_the_update_on_the_host_is_that_of_the_optimizer(capsys: Any) -> None:
+    words = ["--train", "full", "--machine", "rtx-4090", "--host-ram", "256GB", *CHECKPOINTED]
+    found = estimated(capsys, "llama-3-8b", *words, "--optimizer", "sgd")
+    assert any(measure["cost"].endswith("sgd on the host") for measure in found["measures"])
+
+
 def test_the_users_own_fsdp_is_kept(capsys: Any) -> None:
     """The command line takes ``--fsdp`` or ``--zero-stage``."""
     words = ["--train", "lora", "--machine", "8xh100", "--host-ram", "1TB", "--batch-size", "1"]

@@ -297,6 +297,83 @@ def test_what_means_nothing_is_explained(options: list[str], reason: str, capsys
     assert reason in " ".join(capsys.readouterr().err.split())
 
 
+def test_what_is_asked_for_stands_at_the_head_where_it_is_not_the_default(capsys: Any) -> None:
+    words = ["estimate", "llama-3.2-1b", "--train", "lora", *CARD]
+    main(words)
+    assert "with " not in capsys.readouterr().out.partition("fits:")[0]
+    said = {
+        "--loss": ("sliced", "the loss in slices"),
+        "--precision": ("mixed", "mixed precision"),
+        "--grad-accumulation-steps": ("4", "4 batches for an update"),
+        "--attention": ("materialised", "materialised attention"),
+        "--fused-kernels": ("liger", "Liger kernels"),
+        "--targets": ("q_proj,v_proj", "adapters on q_proj and v_proj"),
+        "--mem-kind": ("reserved", "memory reserved by torch"),
+        "--quant": ("fp16", "float16"),
+        "--lora-dropout": ("", "dropout before adapters"),
+    }
+    for option, (value, text) in said.items():
+        main([*words, option, *([value] if value else [])])
+        assert f"\nwith {text}\n" in capsys.readouterr().out, option
+    main([*words, "--attention", "fused", "--lora-dropout"])
+    assert "\nwith fused attention, dropout before adapters\n" in capsys.readouterr().out
+    assert estimated(capsys, *words[1:], "--quant", "fp16")["workload"]["dtype"] == "float16"
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_phases_stand_in_the_order_of_a_step(stage: str, capsys: Any) -> None:
+    found = estimated(capsys, *FULL_8, "--zero-stage", stage)
+    order = [f"{name}_bytes" for name in ("forward", "backward", "optimizer", "validation", "save")]
+    assert list(found["phases"]) == order
+    main(["estimate", *FULL_8, "--zero-stage", stage])
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("phases: ")]
+    assert [part.split()[0] for part in line[8:].split(", ")] == [name[:-6] for name in order]
+
+
+def test_float16_is_refused_where_nothing_trains_it(capsys: Any) -> None:
+    """torch 2.13, ``amp/grad_scaler.py``: ``Attempting to unscale FP16 gradients.``"""
+    words = ["estimate", "llama-3.2-1b", "--machine", "h100", "--quant", "fp16", "--train"]
+    for options, reason in (
+        (["full"], "torch's GradScaler refuses gradients in float16"),
+        (["full", "--stack", "trainer-2024"], "torch's GradScaler refuses gradients in float16"),
+        (["full", "--devices", "2", "--fsdp", "full"], "torch's GradScaler refuses"),
+        (["full", "--stack", "unsloth"], "Unsloth makes float32 of float16 weights"),
+        (["full", "--stack", "torchtune"], "torchtune has no float16"),
+        (["lora", "--stack", "torchtune"], "torchtune has no float16"),
+    ):
+        assert main([*words, *options]) == 2, options
+        assert reason in capsys.readouterr().err
+
+
+def test_float16_is_trained_with_float32_weights_or_adapters_and_where_no_loss_is_scaled(
+    capsys: Any,
+) -> None:
+    words = ["llama-3.2-1b", "--machine", "h100", "--quant", "fp16", "--train"]
+    for options, scaled in (
+        (["full", "--precision", "mixed"], True),
+        (["full", "--devices", "2", "--zero-stage", "3"], True),
+        (["lora"], True),
+        (["full", "--stack", "litgpt"], False),
+        (["full", "--precision", "pure"], False),
+    ):
+        found = estimated(capsys, *words, *options)
+        assert any("no loss is scaled" in note for note in found["notes"]) != scaled, options
+
+
+def test_a_card_without_bfloat16_says_what_float16_asks_for(capsys: Any) -> None:
+    words = ["llama-3.2-1b", "--machine", "v100-sxm2-32gb", "--train", "full"]
+    for options, refused in (([], True), (["--precision", "mixed"], False)):
+        notes = " ".join(estimated(capsys, *words, *options)["notes"])
+        assert "no bfloat16 before Ampere" in notes
+        assert ("GradScaler" in notes) == refused
+
+
+def test_what_mlx_lm_does_not_load_is_not_trained_under_it(capsys: Any) -> None:
+    assert main(["estimate", "falcon-7b", "--train", "lora", *MAC]) == 2
+    assert "mlx-lm 0.32.2 has no module for falcon" in capsys.readouterr().err
+    assert estimated(capsys, "falcon-7b", "--train", "lora", *CARD)["engine"] == "torch"
+
+
 def test_our_own_trainer_is_estimated_by_its_own_step(capsys: Any) -> None:
     arguments = ["llama-3.2-3b", "--train", "lora", *MAC]
     main(["estimate", *arguments, "--trainer", "uma"])

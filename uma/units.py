@@ -26,7 +26,7 @@ _UNITS = {
     "GB": GB,
     "TB": TB,
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", re.IGNORECASE)
+_SIZE = r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*"
 
 
 def parse_bytes(text: str) -> int:
@@ -38,7 +38,7 @@ def parse_bytes(text: str) -> int:
     >>> parse_bytes("24GiB"), parse_bytes("24 GB"), parse_bytes("1.5MiB")
     (25769803776, 24000000000, 1572864)
     """
-    match = _SIZE.fullmatch(text)
+    match = re.fullmatch(_SIZE, text, re.IGNORECASE)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
         raise ValueError(f"{text!r} is not a size; write it with a unit, such as 24GiB or 24GB")

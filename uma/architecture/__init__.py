@@ -6,7 +6,6 @@ has what mlx-lm lacks. Keys that a file lacks are those of transformers' configu
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -82,13 +81,16 @@ LONGEST_NAME = 80  # of a model_type: more is no name, and would be shown whole
 # Sizes that are looped over are bounded well above those of any model, the others against
 # numbers that are none.
 MAX_SIZE = 1 << 32
-LIMITS = (
-    (re.compile(r"^(num_hidden|num|n)_layers?$"), 1_000),
-    (re.compile(r"^num_|_(heads?|experts|inputs)$"), 10_000),
-)
-COUNTS = r"^(num|n)_|_(size|heads|rank|per_tok)$|^head_dim$"  # of SIZES, those never true
-SIZES = re.compile(r"^(num|n)_|_(size|heads|dim|dims|layers|experts|inputs|rank|per_tok|kernel)$")
-NUMBERS = re.compile(r"^rope_theta$|_(eps|epsilon)$|^max_position_embeddings$")
+MAX_LAYERS = 1_000
+MAX_OF_LAYER = 10_000
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "num_hidden_layer", "num_layer", "n_layer")
+OF_LAYER = ("_head", "_heads", "_experts", "_inputs")
+# How the names of sizes begin and end; those of counts are never true.
+BEGINNINGS = ("num_", "n_")
+COUNTS = ("_size", "_heads", "_rank", "_per_tok")
+SIZES = (*COUNTS, "_dim", "_dims", "_layers", "_experts", "_inputs", "_kernel")
+NUMBERS = ("rope_theta", "max_position_embeddings")
+EPSILONS = ("_eps", "_epsilon")
 NESTED_SIZES = ("attn_config", "ffn_config", "linear_attn_config", "sparse_attention_config")
 NOT_SIZES = frozenset(
     {
@@ -245,17 +247,26 @@ def _checked(values: Mapping[str, Any]) -> Mapping[str, Any]:
     for key, value in values.items():
         if key in NESTED_SIZES and isinstance(value, Mapping):
             _checked(value)
-        if NUMBERS.search(key) and value is not None and not _is_positive(value):
+        number = key in NUMBERS or key.endswith(EPSILONS)
+        if number and value is not None and not _is_positive(value):
             raise CheckpointError(f"config.json has {key} {value!r}, which is no positive number")
-        if value is None or key in NOT_SIZES or not SIZES.search(key):
+        counted = key.startswith(BEGINNINGS)
+        if value is None or key in NOT_SIZES or not (counted or key.endswith(SIZES)):
             continue
-        limit = next((most for keys, most in LIMITS if keys.search(key)), MAX_SIZE)
-        flag = isinstance(value, bool) and re.search(COUNTS, key)
+        limit = _largest(key)
+        flag = isinstance(value, bool) and (counted or key.endswith(COUNTS) or key == "head_dim")
         if flag or not isinstance(value, (int, float)) or not 0 <= value <= limit:
             raise CheckpointError(
                 f"config.json has {key} {value!r}, which is not a size up to {limit:,}"
             )
     return values
+
+
+def _largest(key: str) -> int:
+    """The most that the size of that name can be."""
+    if key in LAYERS:
+        return MAX_LAYERS
+    return MAX_OF_LAYER if key.startswith("num_") or key.endswith(OF_LAYER) else MAX_SIZE
 
 
 def _check_types(values: Mapping[str, Any]) -> None:

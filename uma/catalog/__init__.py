@@ -1,9 +1,10 @@
 """The shipped facts: chips, Macs, graphics cards, other unified-memory machines, models.
 
-Rows of ``uma/data/*.csv``, read on first use. A row's fields are its file's columns; where each
-number comes from stands in the row, and ``uma/data/README.md`` says how the files were made.
-Names are matched by their words and numbers: ``llama-3-70b``, ``Llama 3 70B`` and ``llama3:70b``
-are one. Rows are tuples with names: defining them takes a quarter of the time of dataclasses.
+Rows of ``uma/data/*.csv``, read on first use; what was observed of machines and programs is in
+``uma.catalog.observed``. A row's fields are its file's columns; where each number comes from stands
+in the row, and ``uma/data/README.md`` says how the files were made. Names are matched by their
+words and numbers: ``llama-3-70b``, ``Llama 3 70B`` and ``llama3:70b`` are one. Rows of machines are
+read by words too: those alone whose lines have all of them, which takes far less than every row.
 """
 
 import csv
@@ -14,59 +15,41 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from uma.catalog.rows import (
-    BandwidthFigure,
-    Basis,
-    Chip,
-    Failure,
-    Gpu,
-    KnownBad,
-    Mac,
-    Model,
-    ModelConfig,
-    Repository,
-    UnifiedMachine,
-    WorkingSet,
-)
+from uma.catalog.rows import Basis, Chip, Gpu, Mac, Model, ModelConfig, Repository, UnifiedMachine
 from uma.errors import UnknownName
 from uma.units import GB
 
 __all__ = [
     "DATA",
     "TUNING",
-    "BandwidthFigure",
     "Basis",
     "Chip",
-    "Failure",
     "Gpu",
-    "KnownBad",
     "Mac",
     "Model",
     "ModelConfig",
     "Repository",
     "UnifiedMachine",
-    "WorkingSet",
     "aliases",
-    "bandwidth_figures",
     "bytes_per_s",
     "chips",
-    "failures",
     "find_chips",
     "find_model",
+    "find_repository",
     "gpus",
     "has_words",
     "ids_of",
-    "known_bad",
     "macs",
     "model_config",
     "model_names",
     "models",
     "nearest",
+    "read_rows",
     "repositories",
+    "repositories_of",
     "short_name",
     "unified_machines",
     "words",
-    "working_sets",
 ]
 
 DATA = Path(__file__).parent.parent / "data"
@@ -76,8 +59,18 @@ TUNING = re.compile(r"-(instruct|it|chat|hf|bf16|qat)(?=-|$)")
 _VERSION = re.compile(r"-(v\d+(\.\d+)?|\d{2}-\d{4}|\d{4})$")
 
 
-def _read(name: str, row: type[Any]) -> tuple[Any, ...]:
-    """The rows of the file ``name``, whose first line is a comment, as instances of ``row``."""
+def read_rows(name: str, row: Any, lines: Iterable[str] | None = None) -> tuple[Any, ...]:
+    """The rows of the file ``name``, or of some of its ``lines``, as instances of ``row``."""
+    columns = _columns(name, row)
+    return tuple(
+        row(*[convert(cells[i]) if convert else cells[i] for i, convert in columns])
+        for cells in csv.reader(_lines(name)[1:] if lines is None else lines)
+    )
+
+
+@cache
+def _columns(name: str, row: Any) -> list[tuple[int, Callable[[str], Any] | None]]:
+    """For each field of ``row`` its column in the file, and what converts the text there."""
     read: dict[Any, Callable[[str], Any]] = {
         int: int,
         bool: lambda text: text == "1",
@@ -85,66 +78,74 @@ def _read(name: str, row: type[Any]) -> tuple[Any, ...]:
         float | None: lambda text: float(text) if text else None,
         tuple[int, ...]: lambda text: tuple(map(int, filter(None, text.split("|")))),
     }
+    names = _lines(name)[0].rstrip().split(",")
+    return [(names.index(field), read.get(kind)) for field, kind in row.__annotations__.items()]
+
+
+@cache
+def _lines(name: str) -> tuple[str, ...]:
+    """The lines of a file, its columns' names first: each is one row, and few are needed whole."""
     with open(DATA / name, encoding="utf-8", newline="") as file:
-        next(file)
-        lines = csv.reader(file)
-        places = {column: place for place, column in enumerate(next(lines))}
-        columns = [(places[field], read.get(kind)) for field, kind in row.__annotations__.items()]
-        return tuple(
-            row(*[convert(cells[i]) if convert else cells[i] for i, convert in columns])
-            for cells in lines
-            if cells
-        )
+        next(file)  # a comment
+        return tuple(file)
 
 
 @cache
-def chips() -> tuple[Chip, ...]:
-    return _read("chips.csv", Chip)
+def _lines_by(name: str, place: int) -> dict[str, list[str]]:
+    """The lines of a file by a cell in lower case, where nothing before its end is quoted."""
+    found: dict[str, list[str]] = {}
+    for line in _lines(name)[1:]:
+        found.setdefault(line.split(",", place + 1)[place].lower(), []).append(line)
+    return found
+
+
+def _with_words(name: str, row: type[Any], said: tuple[str, ...]) -> tuple[Any, ...]:
+    """The rows whose lines have all of these words, in lower case; every row without any."""
+    lines = (line for line in _lines(name)[1:] if all(word in line.lower() for word in said))
+    return read_rows(name, row, lines if said else None)
 
 
 @cache
-def macs() -> tuple[Mac, ...]:
-    return _read("macs.csv", Mac)
+def chips(*with_words: str) -> tuple[Chip, ...]:
+    return _with_words("chips.csv", Chip, with_words)
 
 
 @cache
-def gpus() -> tuple[Gpu, ...]:
-    return _read("gpus.csv", Gpu)
+def macs(*with_words: str) -> tuple[Mac, ...]:
+    return _with_words("macs.csv", Mac, with_words)
 
 
 @cache
-def unified_machines() -> tuple[UnifiedMachine, ...]:
-    return _read("unified.csv", UnifiedMachine)
+def gpus(*with_words: str) -> tuple[Gpu, ...]:
+    return _with_words("gpus.csv", Gpu, with_words)
 
 
 @cache
-def working_sets() -> tuple[WorkingSet, ...]:
-    return _read("working_set.csv", WorkingSet)
-
-
-@cache
-def bandwidth_figures() -> tuple[BandwidthFigure, ...]:
-    return _read("bandwidth.csv", BandwidthFigure)
-
-
-@cache
-def known_bad() -> tuple[KnownBad, ...]:
-    return _read("known_bad.csv", KnownBad)
-
-
-@cache
-def failures() -> tuple[Failure, ...]:
-    return _read("failures.csv", Failure)
+def unified_machines(*with_words: str) -> tuple[UnifiedMachine, ...]:
+    return _with_words("unified.csv", UnifiedMachine, with_words)
 
 
 @cache
 def models() -> tuple[Model, ...]:
-    return _read("models.csv", Model)
+    return read_rows("models.csv", Model)
 
 
 @cache
 def repositories() -> tuple[Repository, ...]:
-    return _read("repositories.csv", Repository)
+    return read_rows("repositories.csv", Repository)
+
+
+@cache
+def repositories_of(hf_id: str) -> tuple[Repository, ...]:
+    """Those made from the model with that hub id."""
+    lines = _lines_by("repositories.csv", 1).get(hf_id.lower(), ())
+    return read_rows("repositories.csv", Repository, lines)
+
+
+def find_repository(repo: str) -> Repository | None:
+    """The row of that repository, whatever the case of its letters."""
+    lines = _lines_by("repositories.csv", 0).get(repo.lower(), ())
+    return next(iter(read_rows("repositories.csv", Repository, lines)), None)
 
 
 def bytes_per_s(gb_per_s: float) -> int:
@@ -194,7 +195,7 @@ def find_chips(
         UnknownName: If there is no such chip, or it has no such bin.
     """
     wanted = words(re.sub(r"(?i)^apple\s+", "", name))
-    bins = [chip for chip in chips() if words(chip.chip) == wanted]
+    bins = [chip for chip in chips(*wanted) if words(chip.chip) == wanted]
     if not bins:
         close = ", ".join(nearest(name, {chip.chip for chip in chips()}))
         raise UnknownName(f"no chip is called {name!r}; nearest: {close}")
@@ -210,14 +211,11 @@ def find_chips(
     return found
 
 
+@cache
 def find_model(hf_id: str) -> Model | None:
     """The row of the model with that hub id, whatever the case of its letters."""
-    return _models_by_id().get(hf_id.lower())
-
-
-@cache
-def _models_by_id() -> dict[str, Model]:
-    return {model.hf_id.lower(): model for model in reversed(models())}
+    lines = _lines_by("models.csv", 0).get(hf_id.lower(), ())
+    return next(iter(read_rows("models.csv", Model, lines)), None)
 
 
 def model_config(model: Model) -> ModelConfig:
@@ -242,11 +240,8 @@ def aliases() -> dict[tuple[str, ...], tuple[str, ...]]:
     ``llama-3-70b``. A shortened name never takes one that is another model's own. ``aliases.csv``
     adds only what no rule gives, such as ``llama3`` for the 8B one.
     """
-    found: dict[tuple[str, ...], tuple[str, ...]] = {}
-    with open(DATA / "aliases.csv", encoding="utf-8", newline="") as file:
-        next(file)
-        for row in csv.DictReader(file):
-            found[words(row["alias"])] = (row["hf_id"],)
+    found: dict[tuple[str, ...], tuple[str, ...]]
+    found = {words(alias): (hf_id,) for alias, hf_id in _written_aliases().items()}
     for level in range(4):
         added: dict[tuple[str, ...], tuple[str, ...]] = {}
         for model in models():
@@ -256,21 +251,25 @@ def aliases() -> dict[tuple[str, ...], tuple[str, ...]]:
     return found
 
 
+def _written_aliases() -> dict[str, str]:
+    lines = _lines_by("aliases.csv", 0)
+    return {alias: line.split(",")[1] for alias, (line,) in lines.items()}
+
+
 @cache
 def ids_of(name: tuple[str, ...]) -> tuple[str, ...]:
     """What ``aliases`` has for one name, without working out those of all models for it alone."""
     if aliases.cache_info().currsize:
         return aliases().get(name, ())
-    with open(DATA / "aliases.csv", encoding="utf-8", newline="") as file:
-        next(file)
-        for row in csv.DictReader(file):
-            if words(row["alias"]) == name:
-                return (row["hf_id"],)
-    like = [m.hf_id for m in models() if all(word in m.hf_id.lower() for word in name)]
+    for alias, hf_id in _written_aliases().items():
+        if all(map(alias.__contains__, name)) and words(alias) == name:
+            return (hf_id,)
+    lines = _lines_by("models.csv", 0)
+    like = [key for key in lines if all(map(key.__contains__, name))]
     for level in range(4):
-        found = [hf_id for hf_id in like if words(_forms(hf_id)[level]) == name]
+        found = [key for key in like if words(_forms(key)[level]) == name]
         if found:
-            return tuple(dict.fromkeys(found))
+            return tuple(lines[key][0].partition(",")[0] for key in found)
     return ()
 
 

@@ -1,10 +1,11 @@
 """The models of the catalog, as a list to look through."""
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from uma.catalog import has_words, model_config, models, short_name
 from uma.catalog.rows import Model
 from uma.errors import UnknownName
+from uma.frozen import dataclass
 from uma.units import GB
 
 Kind = Literal["dense", "moe"]
@@ -14,7 +15,8 @@ _CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_l
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
-class ListedModel(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ListedModel:
     """A model as it is looked for: under the shortest name that means it."""
 
     name: str

@@ -2,6 +2,8 @@
 
 from typing import Any, Literal, NamedTuple
 
+from uma.frozen import dataclass
+
 Basis = Literal["exact", "transcribed", "derived"]
 """Of a ``config.json``: a copy, some of its keys typed in, or made from published shapes."""
 
@@ -119,24 +121,6 @@ class UnifiedMachine(NamedTuple):
     note: str
 
 
-class WorkingSet(NamedTuple):
-    """A GPU working set that a Mac reported.
-
-    ``macos`` is ``15`` (or older), ``26``, ``any`` or not known; ``exact`` if it was printed to
-    the byte; ``default`` unless the user had overridden it.
-    """
-
-    memory_gib: int
-    chip: str
-    macos: str
-    reported: str
-    working_set_bytes: int
-    exact: bool
-    default: bool
-    source: str
-    note: str
-
-
 class Model(NamedTuple):
     """An open-weight model; ``config`` names its file in ``data/models``.
 
@@ -176,53 +160,8 @@ class Repository(NamedTuple):
     note: str
 
 
-class BandwidthFigure(NamedTuple):
-    """Memory bandwidth that somebody reached; the peak is the bus's transfer rate times its width.
-
-    ``grade`` is ``reported`` for a benchmark, ``derived`` from another rate, or ``live counter``.
-    """
-
-    chip: str
-    gpu_cores: int | None
-    peak_gb_per_s: float | None
-    engine: str
-    kernel: str
-    achieved_gb_per_s: float | None
-    grade: str
-    source: str
-    note: str
-
-
-class KnownBad(NamedTuple):
-    """Versions with a known fault: from one up to, and without, another; empty is no bound.
-
-    ``beside`` names another package's versions that are needed for it, ``chip`` the beginning of
-    a chip's name.
-    """
-
-    package: str
-    from_version: str
-    before_version: str
-    beside: str
-    os: str
-    chip: str
-    severity: Literal["failure", "warning", "note"]
-    effect: str
-    remedy: str
-    source: str
-
-
-class Failure(NamedTuple):
-    """One cause of a failure, and a regular expression that its texts match."""
-
-    cause: str
-    pattern: str
-    text: str
-    remedy: str
-    source: str
-
-
-class ModelConfig(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
     """The keys of a ``config.json`` as shipped, how sure they are, and where they are from."""
 
     values: dict[str, Any]

@@ -1,6 +1,7 @@
 """What a model's name stands for: a hub id, an alias, ``repo:QUANT``, an Ollama-style tag."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -9,10 +10,11 @@ from uma.catalog import (
     Model,
     Repository,
     find_model,
+    find_repository,
     ids_of,
     models,
     nearest,
-    repositories,
+    repositories_of,
     short_name,
     words,
 )
@@ -21,7 +23,6 @@ from uma.errors import UnknownName, UsageError
 from uma.frozen import dataclass
 
 _TYPE = r"i?q\d\w*|[bf]f?p?(?:16|32)|mxfp4(?:-q8)?|mxfp8|nvfp4|int[48]|\d-?bits?"
-_TYPE_AT_END = re.compile(rf"[-_:.](?:mlx-)?({_TYPE})$", re.IGNORECASE)
 _MODES = {"mxfp4": 4, "mxfp8": 8, "nvfp4": 4}
 BITS = (2, 3, 4, 5, 6, 8, 16)
 
@@ -114,7 +115,7 @@ def _resolve_repository(name: str, bits: int | None, mode: str | None) -> Resolu
     """
     repo, _, gguf_type = name.partition(":")
     resolution = Resolution(name, repo, bits=bits, mode=mode, gguf_type=gguf_type or None)
-    row = next((row for row in repositories() if row.repo.lower() == repo.lower()), None)
+    row = find_repository(repo)
     if row is not None:
         model = find_model(row.hf_id) if row.hf_id else None
         return replace(resolution, repo=row.repo, model=model, repository=row)
@@ -132,17 +133,9 @@ def _resolve_repository(name: str, bits: int | None, mode: str | None) -> Resolu
 
 def _known_repository(hf_id: str, bits: int | None, mode: str | None) -> Repository | None:
     """A repository of that model with those bits; affine before other modes if none was asked."""
-    rows = [row for row in _repositories_of().get(hf_id, ()) if row.bits == bits]
+    rows = [row for row in repositories_of(hf_id) if row.bits == bits]
     wanted = [row for row in rows if row.mode == (mode or "affine")]
     return next(iter(wanted or (rows if mode is None else [])), None)
-
-
-@cache
-def _repositories_of() -> dict[str | None, list[Repository]]:
-    found: dict[str | None, list[Repository]] = {}
-    for row in repositories():
-        found.setdefault(row.hf_id, []).append(row)
-    return found
 
 
 @cache
@@ -153,9 +146,7 @@ def _find(name: str) -> tuple[str, str | None]:
         UnknownName: If no model is called so, or several are.
     """
     plain = re.sub(r":latest$", "", name.strip())
-    match = _TYPE_AT_END.search(plain)
-    tries = [(plain, None), (plain[: match.start()], match[1])] if match else [(plain, None)]
-    for text, tag in tries:
+    for text, tag in _without_type(plain):
         untuned = TUNING.sub("", re.sub(r"[\s_:]+", "-", text.lower()))
         for form in (text, untuned):
             ids = ids_of(words(form))
@@ -168,3 +159,11 @@ def _find(name: str) -> tuple[str, str | None]:
         f"no model is called {shown(name)}; nearest: {', '.join(close)}. "
         "A folder, a .gguf file, or a hub id (org/name) will do as well"
     )
+
+
+def _without_type(name: str) -> Iterator[tuple[str, str | None]]:
+    """The name as it is, then what stands before a format at its end, and that format."""
+    yield name, None
+    match = re.search(rf"[-_:.](?:mlx-)?({_TYPE})$", name, re.IGNORECASE)
+    if match:
+        yield name[: match.start()], match[1]

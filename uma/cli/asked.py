@@ -137,17 +137,28 @@ def mlx_asked(chosen: RunOptions, machine: "Machine") -> "tuple[ModelSource, Mlx
     Raises:
         UsageError: If ``--quant`` is a format of another engine.
     """
-    from uma.cli.plan import described, is_gguf, located, request_of, require_kv_bits
-    from uma.plan.forms import asked_format
+    from uma.cli.plan import request_of, require_kv_bits
     from uma.plan.mlx_case import mlx_case
+
+    source, asked = source_asked(chosen)
+    case = mlx_case(source, machine, request_of(chosen), asked=asked)
+    require_kv_bits(chosen, case.architecture)
+    return source, case
+
+
+def source_asked(chosen: RunOptions) -> "tuple[ModelSource, dict[str, Any]]":
+    """The model under MLX, and the bits, mode and group size that are asked of it.
+
+    Raises:
+        UsageError: If ``--quant`` is a format of another engine.
+    """
+    from uma.cli.plan import described, is_gguf, located
+    from uma.plan.forms import asked_format
 
     _require_own_words(chosen.quant)
     source = described(chosen, located(chosen))
     # What was asked of a GGUF file was done when it was converted.
-    asked = {} if is_gguf(source) else asked_format(source, **_format(chosen))
-    case = mlx_case(source, machine, request_of(chosen), asked=asked)
-    require_kv_bits(chosen, case.architecture)
-    return source, case
+    return source, {} if is_gguf(source) else asked_format(source, **_format(chosen))
 
 
 def _require_own_words(quant: str | None) -> None:
@@ -188,7 +199,7 @@ def engine_case_asked(
     quant = chosen.quant or (None if chosen.bits is None else format_of_bits(engine, chosen.bits))
     as_stored = engine == "llama.cpp" and quant is None
     # The format is the engine's own: what the name stands for without it.
-    plain = chosen._replace(quant=None, bits=None)
+    plain = replace(chosen, quant=None, bits=None)
     source = located(plain)
     if source.gguf_headers:
         source = replace(source, config=config_of_gguf(source.gguf_headers[0]))

@@ -12,7 +12,7 @@ from uma.cli import options as opt
 from uma.cli.options import size_option
 
 if TYPE_CHECKING:
-    from uma.catalog import BandwidthFigure
+    from uma.catalog.observed import BandwidthFigure
     from uma.machine import Machine
     from uma.measurement.bandwidth import Bandwidth, DeviceName
     from uma.measurement.storage import StorageRead
@@ -232,7 +232,7 @@ def _notes(main: "Bandwidth", others: "tuple[Bandwidth, ...]", busy: bool) -> li
 
 def published(machine: "Machine") -> "tuple[BandwidthFigure, ...]":
     """What others reached with this chip, or with any bin of it."""
-    from uma.catalog import bandwidth_figures
+    from uma.catalog.observed import bandwidth_figures
 
     chip = (machine.chip or "").removeprefix("Apple ")
     return tuple(

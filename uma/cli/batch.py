@@ -1,7 +1,7 @@
 """Many prompts through mlx-lm's batch engine."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ def of_file(chosen: RunOptions) -> RunOptions:
     """
     require_alone(chosen)
     prompts = read_prompts(chosen.prompts)
-    return chosen._replace(batch_prompts=tuple(prompts), batch_size=min(BATCH_SIZE, len(prompts)))
+    return replace(chosen, batch_prompts=tuple(prompts), batch_size=min(BATCH_SIZE, len(prompts)))
 
 
 def read_prompts(path: Path | None) -> list[str]:

@@ -218,7 +218,7 @@ def _with_model(chosen: RunOptions, report: "DoctorReport") -> "DoctorReport":
     from uma.measurement.trial import GENERATION_TOKENS, PROMPT_TOKENS
 
     say(f"running {source.name}")
-    chosen = chosen._replace(context=PROMPT_TOKENS + GENERATION_TOKENS, prompt_tokens=PROMPT_TOKENS)
+    chosen = replace(chosen, context=PROMPT_TOKENS + GENERATION_TOKENS, prompt_tokens=PROMPT_TOKENS)
     with ready(chosen, "uma doctor") as have:
         from uma.cli.bench import row_of
         from uma.records import model_name

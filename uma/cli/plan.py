@@ -109,7 +109,8 @@ def planned_beside(
 
 def of_draft(chosen: "RunOptions") -> "RunOptions":
     """The options as they hold for the draft model: it is read as it is stored."""
-    return chosen._replace(
+    return replace(
+        chosen,
         model=chosen.draft_model,
         draft_model=None,
         adapter_path=None,

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -37,7 +37,16 @@ def run(
     group_size: opt.GroupSize = None,
     quant: opt.Quant = None,
     revision: opt.Revision = None,
-    context: opt.Context = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            "--max-kv-size",
+            min=1,
+            max=opt.MAX_CONTEXT_TOKENS,
+            help="Bound on prompt plus answer, in tokens. [default: what fits, at most 32768]",
+        ),
+    ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(callback=opt.positive("--max-tokens"), help="Longest answer, in tokens."),
@@ -54,7 +63,9 @@ def run(
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text; repeatable.")
     ] = None,
-    thinking: opt.Thinking = "on",
+    thinking: Annotated[
+        Literal["on", "off", "hide"], typer.Option(help="Let the model think, and show it.")
+    ] = "on",
     chat_template_config: Annotated[
         str | None, typer.Option(help="More variables of the chat template, as a JSON object.")
     ] = None,
@@ -75,7 +86,9 @@ def run(
     no_wire: opt.NoWire = False,
     dequantize: opt.Dequantize = "auto",
     force: opt.Force = False,
-    dry_run: opt.DryRun = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and load nothing.")
+    ] = False,
     emit: Annotated[
         Server | None, typer.Option(help="Print the command that serves the model instead.")
     ] = None,

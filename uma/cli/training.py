@@ -1,23 +1,24 @@
 """``uma estimate --train``: the memory of LoRA, DoRA and full fine-tuning."""
 
 import json as json_module
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from uma.cli.options import RunOptions
 from uma.cli.training_options import TrainOptions, sharding_of, target_names
-from uma.errors import CheckpointError, DataError, DoesNotFit, UsageError
+from uma.errors import CheckpointError, DataError, DoesNotFit, UnsupportedModel, UsageError
 from uma.workload import DEFAULT_NUM_LAYERS, Engine, MemoryKind, TrainingWorkload, bits_word
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from uma.architecture.layers import Architecture
     from uma.checkpoint.source import ModelSource
     from uma.dataset.lengths import Lengths
     from uma.engines.schemes import Scheme
     from uma.machine import Machine
     from uma.memory.term import MemoryTerm
-    from uma.plan.inference import Case
-    from uma.plan.mlx_case import MlxCase
+    from uma.plan.forms import Form
     from uma.plan.training.case import TrainingCase
     from uma.plan.training.stack import Stack
 
@@ -77,8 +78,8 @@ def _traced(
     require_mlx()
     from uma.runtime.trace_training import trace_training
 
-    source, planned = _mlx_asked(chosen, asked, case.machine)
-    form, config = _held(planned, asked, case.budget_bytes).form, source.config or {}
+    source, _, forms = _mlx_forms(chosen, asked, case.machine)
+    form, config = _held(forms, asked, case.budget_bytes), source.config or {}
     held = None if form.kind == "float32" else form.quantization or quantization_of_config(config)
     return trace_training(config, held, case.workload, case.machine.backend, trainer=case.trainer)
 
@@ -193,27 +194,38 @@ def workload_of(
     )
 
 
-def _mlx_asked(
+def _mlx_forms(
     chosen: RunOptions, asked: TrainOptions, machine: "Machine"
-) -> "tuple[ModelSource, MlxCase]":
-    """The model in the form that is trained: in 16 bits where a name is trained in full."""
-    from uma.cli.asked import mlx_asked
+) -> "tuple[ModelSource, Architecture, tuple[Form, ...]]":
+    """The model in the forms that are trained: in 16 bits where a name is trained in full."""
+    from uma.architecture import architecture_from_config
+    from uma.cli.asked import source_asked
     from uma.cli.plan import located
+    from uma.plan.forms import bits_of, forms_of
 
     plain = (chosen.bits, chosen.mode, chosen.quant) == (None, None, None)
     if asked.train == "full" and plain and located(chosen).path is None:
-        chosen = chosen._replace(bits=16)  # the usual 4 bits have no gradients
-    source, case = mlx_asked(chosen, machine)
-    if asked.train != "qlora" or case.bits < 16:
-        return source, case
+        chosen = replace(chosen, bits=16)  # the usual 4 bits have no gradients
+    source, wanted = source_asked(chosen)
+    architecture = architecture_from_config(_config_of(source))
+    forms = forms_of(source, architecture, backend=machine.backend, **wanted)
+    if asked.train != "qlora" or bits_of(forms[-1], source) < 16:
+        return source, architecture, forms
     if not plain:
         raise UsageError(NOT_QLORA)
-    return mlx_asked(chosen._replace(bits=4), machine)
+    return _mlx_forms(replace(chosen, bits=4), asked, machine)
+
+
+def _config_of(source: "ModelSource") -> dict[str, Any]:
+    if source.config is None:
+        raise UnsupportedModel(f"{source.name}: its configuration is not known")
+    return source.config
 
 
 def _mlx_case(
     chosen: RunOptions, asked: TrainOptions, machine: "Machine", budget: Any
 ) -> "tuple[ModelSource, TrainingCase]":
+    from uma.plan.forms import bits_of
     from uma.plan.training.case import TrainingCase
     from uma.plan.training.checks import check_mlx_sharding
 
@@ -232,32 +244,27 @@ def _mlx_case(
             f"--quant {chosen.quant} is a format of CUDA's libraries; MLX has its own: --bits 4 or "
             "8, or --quant mxfp4"
         )
-    source, case = _mlx_asked(chosen, asked, machine)
-    best = _held(case, asked, budget.budget_bytes)
-    layers = min(DEFAULT_NUM_LAYERS, len(best.architecture.layers))
-    quantized = bits_word(case.bits)
-    dtype = "float32" if best.form.activation_bytes == 4 else "bfloat16"
+    source, architecture, forms = _mlx_forms(chosen, asked, machine)
+    form = _held(forms, asked, budget.budget_bytes)
+    layers = min(DEFAULT_NUM_LAYERS, len(architecture.layers))
+    quantized = bits_word(bits_of(forms[-1], source))
+    dtype = "float32" if form.activation_bytes == 4 else "bfloat16"
     workload = workload_of(
         asked, machine, num_layers=layers, quantized=quantized, dtype=dtype, kind="allocated"
     )
-    return source, TrainingCase(
-        best.architecture,
-        machine,
-        budget,
-        "mlx",
-        workload,
-        best.form.weights,
-        trainer=asked.trainer,
+    case = TrainingCase(
+        architecture, machine, budget, "mlx", workload, form.weights, trainer=asked.trainer
     )
+    return source, case
 
 
-def _held(planned: "MlxCase", asked: TrainOptions, budget_bytes: int) -> "Case":
+def _held(forms: "tuple[Form, ...]", asked: TrainOptions, budget_bytes: int) -> "Form":
     """The weights as the trainer holds them: mlx_lm.lora as they are stored.
 
     On a CPU uma lora train makes float32 of them where that fits (``--dequantize auto``).
     """
-    forms = planned.cases if asked.trainer == "uma" else planned.cases[-1:]
-    fitting = (case for case in forms if case.form.weights.size_bytes <= budget_bytes)
+    forms = forms if asked.trainer == "uma" else forms[-1:]
+    fitting = (form for form in forms if form.weights.size_bytes <= budget_bytes)
     return next(fitting, forms[-1])
 
 
@@ -266,22 +273,20 @@ def _torch_case(
 ) -> "tuple[ModelSource, TrainingCase]":
     from uma.architecture import architecture_from_config
     from uma.cli.plan import described, located
-    from uma.errors import UnsupportedModel
     from uma.plan.training.case import TrainingCase
 
     if asked.trainer == "uma":
         raise UsageError("--trainer uma is uma lora train, which runs on MLX: give --engine mlx")
-    plain = chosen._replace(quant=None, bits=None)
+    plain = replace(chosen, quant=None, bits=None)
     source = described(plain, located(plain))
-    if source.config is None:
-        raise UnsupportedModel(f"{source.name}: its configuration is not known")
+    config = _config_of(source)
     scheme = _torch_format(chosen, asked)
     quantized = "" if scheme.bits == 16 else scheme.name
     dtype = "float16" if scheme.name == "fp16" else "bfloat16"
     workload = workload_of(
         asked, machine, num_layers=None, quantized=quantized, dtype=dtype, kind="device"
     )
-    architecture = architecture_from_config(source.config)
+    architecture = architecture_from_config(config)
     case = TrainingCase(architecture, machine, budget, "torch", workload, stack=_stack(asked))
     return source, case
 

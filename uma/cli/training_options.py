@@ -1,13 +1,15 @@
 """The options of ``uma estimate --train``."""
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import typer
 
 from uma import workload
 from uma.cli.options import given
 from uma.errors import UsageError
+from uma.frozen import dataclass
 from uma.workload import (
     DEFAULT_MAX_SEQ_LENGTH,
     DEFAULT_RANK,
@@ -145,7 +147,8 @@ OffloadOptimizer = Annotated[Offload | None, typer.Option(help="train: where opt
 OffloadParameters = Annotated[Offload | None, typer.Option(help="train: where parameters go.")]
 
 
-class TrainOptions(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
     """The options of ``uma estimate --train``, by their names."""
 
     train: Kind
@@ -191,7 +194,8 @@ def options_asked(context: typer.Context) -> TrainOptions | None:
             it, or one of two that mean something together alone.
     """
     params: dict[str, Any] = context.params
-    names = [name for name in TrainOptions._fields if name not in ("train", "batch_size")]
+    every = [field.name for field in fields(TrainOptions)]
+    names = [name for name in every if name not in ("train", "batch_size")]
     if params["train"] is None:
         stray = [name for name in names if given(context, name)]
         if stray:

@@ -23,6 +23,7 @@ from uma.workload import Backend, TrainingWorkload
 LOSS_SLICE_BYTES = 64 << 20  # uma/runtime/lora/loss.py, SLICE_BYTES
 ATTENTION_SLICE_BYTES = 32 << 20  # uma/runtime/lora/attention.py, SLICE_BYTES
 LEAST_ROWS = 16  # loss.py, slice_rows
+FIRST = 1.25  # what the first layer takes of the others of its kind, at most: 1.11 in 984 kinds
 SOURCE = "arrays of one evaluated phase in MLX's order"
 
 
@@ -263,11 +264,12 @@ def _backward(step: OwnStep, layers: Sequence[Layer]) -> tuple[int, int]:
     peaks = {kind: step.backward(layer) for kind, layer in _kinds(layers[1:]).items()}
     most, gradients = (0, 0), 0
     for count in range(len(layers), 0, -1):
-        layer = layers[count - 1]
-        peak = peaks[_kind(layer)] if count > 1 else step.backward(layer, first=True)
-        activations = (count + 2) * step.hidden_bytes + peak
-        if activations + gradients > sum(most):
-            most = activations, gradients
+        layer, inputs = layers[count - 1], (count + 2) * step.hidden_bytes
+        peak = peaks.get(_kind(layer), sum(most))
+        if count == 1 and inputs + FIRST * peak + gradients > sum(most):
+            peak = step.backward(layer, first=True)
+        if inputs + peak + gradients > sum(most):
+            most = inputs + peak, gradients
         gradients += layer_gradient_bytes(step, layer)
     return most
 

@@ -12,6 +12,7 @@ from uma.system.working_set import largest_buffer_bytes, working_set_range
 from uma.units import GIB, MIB, format_gib, parse_bytes
 
 _TFLOPS = 10**12
+_ASIDE = r"\s*(\(.*?\)|\d+\s*GB)"
 _PLUS = re.compile(r"\s\+\s|(?<=\w)\+(?=[a-zA-Z]|\d{3})")  # not that of "Max+ 395"
 _FIRST_MACOS_26_CHIP = re.compile(r"M([5-9]|\d\d)\b|A18")  # the M5 came out with macOS 26
 
@@ -193,7 +194,7 @@ def _unified(row: UnifiedMachine, found: Found) -> Machine:
     if row.gpu_usable_gib is None:
         notes = (*notes, "how much of its memory the GPU may use is not known: taken as all of it")
     return Machine(
-        name=f"{_ASIDE.sub('', row.name)}, {found.memory_gib} GiB",
+        name=f"{re.sub(_ASIDE, '', row.name)}, {found.memory_gib} GiB",
         kind="unified",
         backend="cpu",
         memory_bytes=memory,
@@ -206,9 +207,6 @@ def _unified(row: UnifiedMachine, found: Found) -> Machine:
         flops_per_s=_flops(row.bf16_tflops or row.fp16_tflops),
         price_usd=row.price_usd,
     )
-
-
-_ASIDE = re.compile(r"\s*(\(.*?\)|\d+\s*GB)")
 
 
 def _tiers(row: UnifiedMachine) -> Machine:
@@ -224,7 +222,7 @@ def _tiers(row: UnifiedMachine) -> Machine:
     machine = discrete(
         [fast],
         _left_to_programs(fast.memory_bytes, "NVIDIA"),
-        name=_ASIDE.sub("", row.name),
+        name=re.sub(_ASIDE, "", row.name),
         source="memory of its fast tier less what the driver keeps",
         host_memory_bytes=row.host_memory_gib * GIB,
         link_bytes_per_s=_rate(row.link_gb_per_s),

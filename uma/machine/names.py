@@ -6,12 +6,14 @@ are memory as sold; years, brands and form factors may be left out.
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
 from uma import catalog
 from uma.catalog import Chip, Gpu, Mac, UnifiedMachine, words
 from uma.errors import UnknownName, UsageError
+from uma.frozen import dataclass
 
 _SIZE = re.compile(r"(\d+)\s*(?:gib|gb)\b|(?<![a-z\d])(\d+)g\b")  # not the G of A10G
 _CORES = re.compile(r"(\d+)[\s-]*(?:gpu[\s-]*)?(?:cores?|c)\b")
@@ -63,7 +65,8 @@ class Entry(NamedTuple):
         return isinstance(self.row, Chip | Mac)
 
 
-class Found(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Found:
     """What a name means: rows that are one machine, the first of them its description.
 
     ``others`` are the names of rows that it could mean as well.
@@ -77,7 +80,8 @@ class Found(NamedTuple):
     others: tuple[str, ...] = ()
 
 
-class _Query(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Query:
     words: tuple[str, ...]
     sizes: tuple[int, ...]
     cores: int | None
@@ -156,12 +160,12 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _matching(query: _Query) -> list[Entry]:
-    """The rows with all words of the query; files that need not be read are not."""
+    """The rows with all words of the query; files and lines that need not be read are not."""
     if len("".join(query.words)) < 2:
         return []
     apple = re.match(r"i?mac|m\d|a18", "".join(query.words)) or "mac" in query.words
     for entries in (_apple, _others) if apple else (_others, _apple):
-        found = [entry for entry in entries() if _matches(entry, query)]
+        found = [entry for entry in entries(*query.words) if _matches(entry, query)]
         if found:
             return found
     return []
@@ -225,8 +229,8 @@ def _chip(entry: Entry) -> str | None:
 def _unknown(name: str, query: _Query) -> str:
     """Why there is no such machine: it was sold with other memory, or is not known at all."""
     if not query.sizes and query.words and query.words[-1].isdecimal():
-        query = query._replace(words=query.words[:-1], sizes=(int(query.words[-1]),))
-    other = query._replace(sizes=())
+        query = replace(query, words=query.words[:-1], sizes=(int(query.words[-1]),))
+    other = replace(query, sizes=())
     entries = [entry for entry in _matching(other) if not _left_out(entry, other)]
     known = sorted({e.memory_gib for e in entries if e.memory_gib})
     if query.sizes and known:
@@ -238,25 +242,25 @@ def _unknown(name: str, query: _Query) -> str:
 
 
 @cache
-def _apple() -> tuple[Entry, ...]:
-    return (*_chip_entries(), *_mac_entries())
+def _apple(*with_words: str) -> tuple[Entry, ...]:
+    return (*_chip_entries(*with_words), *_mac_entries(*with_words))
 
 
 @cache
-def _others() -> tuple[Entry, ...]:
-    return (*_unified_entries(), *_gpu_entries())
+def _others(*with_words: str) -> tuple[Entry, ...]:
+    return (*_unified_entries(*with_words), *_gpu_entries(*with_words))
 
 
-def _chip_entries() -> Iterator[Entry]:
-    for row in catalog.chips():
+def _chip_entries(*with_words: str) -> Iterator[Entry]:
+    for row in catalog.chips(*with_words):
         needed = words(row.chip)
         for memory in row.memory_gib:
             name = "-".join((*row.chip.lower().split(), str(memory)))
             yield Entry(name, row, memory, frozenset({memory}), needed, (str(memory),))
 
 
-def _mac_entries() -> Iterator[Entry]:
-    for row in catalog.macs():
+def _mac_entries(*with_words: str) -> Iterator[Entry]:
+    for row in catalog.macs(*with_words):
         family = re.match(r"[A-Za-z ]+", row.model)
         assert family is not None
         kind = family[0].strip().lower()
@@ -267,8 +271,8 @@ def _mac_entries() -> Iterator[Entry]:
         yield Entry(name, row, memory, frozenset({memory}), needed, (str(memory), *rest))
 
 
-def _gpu_entries() -> Iterator[Entry]:
-    for row in catalog.gpus():
+def _gpu_entries(*with_words: str) -> Iterator[Entry]:
+    for row in catalog.gpus(*with_words):
         if row.name == _WITH_A_SECOND_TIER:
             continue
         plain = _SIZE.sub(" ", _ASIDES.sub(" ", row.name.lower()))
@@ -284,8 +288,8 @@ def _gpu_entries() -> Iterator[Entry]:
         yield Entry(name, row, row.memory_gb, frozenset({row.memory_gb}), needed, allowed)
 
 
-def _unified_entries() -> Iterator[Entry]:
-    for row in catalog.unified_machines():
+def _unified_entries(*with_words: str) -> Iterator[Entry]:
+    for row in catalog.unified_machines(*with_words):
         plain = _ASIDES.sub(" ", row.name.lower())
         split = [word for word in words(_SIZE.sub(" ", plain)) if word not in _IGNORED]
         sizes = {*_sizes(row.name.lower()), row.memory_gib or 0}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from uma.catalog import KnownBad, known_bad
+from uma.catalog.observed import KnownBad, known_bad
 from uma.machine import Budget, Machine
 from uma.units import GIB, format_gib
 

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 
-from uma.catalog import failures
+from uma.catalog.observed import failures
 from uma.system.llama_log import working_set_mb
 from uma.units import MIB, format_gib
 

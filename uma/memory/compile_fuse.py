@@ -6,7 +6,6 @@ shapes alone.
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from uma.memory.liveness import Operation
@@ -61,13 +60,13 @@ def fused(
     return _Fusion(operations, arrays, roots).run()
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class _Kernel:
     """What is collected for one kernel: its operations by what they make, and what they read."""
 
-    shape: Hashable
-    operations: dict[int, Operation] = field(default_factory=dict)
-    inputs: set[int] = field(default_factory=set)
+    def __init__(self, shape: Hashable) -> None:
+        self.shape = shape
+        self.operations: dict[int, Operation] = {}
+        self.inputs: set[int] = set()
 
 
 class _Fusion(Generic[Form]):
@@ -77,37 +76,25 @@ class _Fusion(Generic[Form]):
         self, operations: Sequence[Operation], arrays: list[Form], roots: Sequence[int]
     ) -> None:
         self.arrays, self.roots = arrays, set(roots)
-        self.maker = {i: operation for operation in operations for i in operation.outputs}
-        self.tape = self._depth_first(roots)
+        self.tape: list[int] = []  # the last output of each, those that need others first
+        self.maker: dict[int, Operation] = {}
         self.users: defaultdict[int, set[int]] = defaultdict(set)
-        for last in self.tape:
-            for i in self.maker[last].inputs:
-                self.users[i].add(last)
-
-    def _depth_first(self, roots: Sequence[int]) -> list[int]:
-        """Each operation after those that it needs (``compile_dfs``)."""
-        found: list[int] = []
-        seen: set[int] = set()
-        stack = [*reversed(roots)]
-        while stack:
-            i = stack.pop()
-            if i < 0:  # what it needs is there
-                found.append(~i)
+        needed = set(roots)
+        for operation in reversed(operations):  # each comes after those that it needs
+            if needed.isdisjoint(operation.outputs):
                 continue
-            operation = self.maker.get(i)
-            if operation is None:
-                continue
+            needed.update(operation.inputs)
             last = operation.outputs[-1]
-            if last not in seen:
-                seen.add(last)
-                stack.append(~last)
-                stack += reversed(operation.inputs)
-        return found
+            self.tape.append(last)
+            for i in operation.outputs:
+                self.maker[i] = operation
+            for i in operation.inputs:
+                self.users[i].add(last)
 
     def run(self) -> list[Operation]:
         made: list[Operation] = []
         gone: set[int] = set()
-        for last in reversed(self.tape):
+        for last in self.tape:
             if last in gone:
                 continue
             if self.maker[last].name in _HEADS:

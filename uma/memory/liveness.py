@@ -155,7 +155,8 @@ def evaluation_order(graph: Graph) -> list[Operation]:
     uses = _uses(graph, maker)
     tape: list[int] = []
     aside: list[tuple[Sequence[int], int]] = []
-    inputs, j, i = graph.roots, 0, 0
+    inputs: Sequence[int] = graph.roots
+    i = j = 0
     while True:
         for k in range(j, len(inputs)):
             made = maker.get(inputs[k])

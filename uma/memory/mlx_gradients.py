@@ -31,16 +31,16 @@ def tape(
             inputs[i] = operation.inputs
     found: dict[int, Step] = {}
     seen: set[int] = set()
-    waiting = [(i, False) for i in reversed(outputs)]
+    waiting = [*reversed(outputs)]
     while waiting:
-        i, done = waiting.pop()
-        if done:
-            found[id(made[i])] = made[i]
+        i = waiting.pop()
+        if i < 0:  # what it needs is there
+            found[id(made[~i])] = made[~i]
         elif i not in seen and i in inputs:
             seen.add(i)
             if i in made:
-                waiting.append((i, True))
-            waiting += [(x, False) for x in reversed(inputs[i])]
+                waiting.append(~i)
+            waiting += reversed(inputs[i])
     return list(found.values())
 
 

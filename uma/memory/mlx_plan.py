@@ -109,7 +109,7 @@ class Case:
             self.courses.append(Course([], {}, {}))
         self.place, self.course = place, self.courses[place]
         self.kinds: list[Kind] = []
-        self.layouts: dict[Laid, Layout] = {}
+        self.layouts = _Layouts(self.sizes.shapes)
 
     def _follows(self) -> bool:
         """Whether the sorts do with these sizes what they do with those that made the course."""
@@ -126,8 +126,9 @@ class Case:
             order = self._order(plan)
             timelines[plan] = Timeline(order, self.kinds, plan.sources, plan.kept, plan.marks)
         timeline, backend = timelines[plan], self.sizes.backend
-        size = {form: self.sizes.bytes_of(form) for form in plan.source_forms}
-        sources = [buffer_bytes(size[plan.arrays[i]], backend) for i in timeline.sources]
+        sizes = [buffer_bytes(self.sizes.bytes_of(form), backend) for form in plan.source_forms]
+        size = dict(zip(plan.source_forms, sizes, strict=True))
+        sources = [size[plan.arrays[i]] for i in timeline.sources]
         return Evaluation(timeline, self.kinds, sources, backend)
 
     def levels(self, plan: Plan) -> list[Levels]:
@@ -158,24 +159,33 @@ class Case:
         self, operation: Operation, given: tuple[Laid, ...], made: tuple[Form, ...]
     ) -> tuple[tuple[Laid, ...], tuple[bool, Numbers, bool]]:
         """Add the kind of a sort; how its outputs are laid out, and what it does."""
-        number, backend = len(self.kinds), self.sizes.backend
-        inputs = tuple([self._layout(x) for x in given])
-        outputs = tuple([self._layout(x) for x in made])
-        arguments = [self.sizes.arguments[n] for n in operation.arguments]
-        found = effect_of(operation, arguments[0] if arguments else (), inputs, outputs)
-        kind = kind_of(found, inputs, outputs, backend)
+        number, layouts = len(self.kinds), self.layouts
+        inputs = tuple([layouts[x] for x in given])
+        outputs = tuple([layouts[x] for x in made])
+        arguments = self.sizes.arguments[operation.arguments[0]] if operation.arguments else ()
+        found = effect_of(operation, arguments, inputs, outputs)
+        kind = kind_of(found, inputs, outputs, self.sizes.backend)
         self.kinds.append(kind)
         laid: list[Laid] = []
         for at, (layout, row) in enumerate(zip(found.outputs, outputs, strict=True)):
-            laid.append(made[at] if layout == row else (number, at, 0))
-            self.layouts[laid[-1]] = layout
+            if layout == row:
+                laid.append(made[at])
+            else:
+                laid.append((number, at, 0))
+                layouts[laid[-1]] = layout
         return tuple(laid), (kind.shares, kind.donors, kind.dispatches > 0)
 
-    def _layout(self, laid: Laid) -> Layout:
-        if laid not in self.layouts:
-            number, width = laid
-            self.layouts[laid] = rows(self.sizes.shapes[number], width)
-        return self.layouts[laid]
+
+class _Layouts(dict[Laid, Layout]):
+    """How arrays are laid out; those of a form row by row."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        self.shapes = shapes
+
+    def __missing__(self, laid: Laid) -> Layout:
+        number, width = laid
+        found = self[laid] = rows(self.shapes[number], width)
+        return found
 
 
 class Family(NamedTuple):

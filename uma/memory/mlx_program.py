@@ -6,7 +6,6 @@ The graph is evaluated on paper by ``uma.memory.liveness``.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -52,25 +51,29 @@ Backward = Callable[[Value], Sequence[Value]]
 """Gradients of all inputs from that of the output."""
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class Program:
     """Operations in the order in which they were asked for.
 
-    Their ``arguments`` are numbered, as the shapes of arrays are: one has one number, or none.
+    Their ``arguments`` are numbered, as the ``shapes`` of arrays are: one has one number, or none.
     ``marks`` are arrays at whose making an evaluation stops to be looked at.
     """
 
-    shapes: dict[Shape, int] = field(default_factory=dict)
-    arguments: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    arrays: list[tuple[int, int]] = field(default_factory=list)
-    operations: list[Operation] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    sources: list[Value] = field(default_factory=list)
-    passing: set[int] = field(default_factory=set)
-    differentiated: set[int] = field(default_factory=set)
-    primals: set[int] = field(default_factory=set)
-    numbers: dict[object, Value] = field(default_factory=dict)
-    marks: list[int] = field(default_factory=list)
+    def __init__(self, numbered: "Program | None" = None) -> None:
+        """With the numbers of another one's shapes and arguments."""
+        self.shapes: dict[Shape, int] = {}
+        self.arguments: dict[tuple[Any, ...], int] = {}
+        if numbered is not None:
+            self.shapes |= numbered.shapes
+            self.arguments |= numbered.arguments
+        self.arrays: list[tuple[int, int]] = []
+        self.operations: list[Operation] = []
+        self.steps: list[Step] = []
+        self.sources: list[Value] = []
+        self.passing: set[int] = set()
+        self.differentiated: set[int] = set()
+        self.primals: set[int] = set()
+        self.numbers: dict[object, Value] = {}
+        self.marks: list[int] = []
 
     def value(self, shape: Sequence[int], width: int) -> Value:
         shape = tuple(shape)

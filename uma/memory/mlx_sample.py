@@ -33,7 +33,7 @@ class Sample:
     def levels(self, key: Hashable, lay_out: LayOut, *, compiled: bool = False) -> list[Levels]:
         """Those of its runs."""
         if key not in self.family.plans:
-            program = Program(dict(self.program.shapes), dict(self.program.arguments))
+            program = Program(self.program)
             roots = lay_out(program)
             ours = self.program.shapes, self.program.arguments
             if (program.shapes, program.arguments) != ours:  # it has sizes of its own

@@ -150,12 +150,18 @@ class Timeline:
         self._held, self._touched = ([-1] * len(self.sources) for _ in range(2))
         self.steps: list[Step] = []
         self.views = [0]
+        slots, uses, views = self.slots, self._uses, self.views
         for number, inputs, outputs in order:
             kind = kinds[number]
             if not kind.shares:
                 self._make(number, kind, inputs, outputs)
             elif len(inputs) == len(outputs) == 1:
-                self._view(inputs[0], outputs[0])
+                (source,), (made,) = inputs, outputs
+                slot = slots[made] = slots[source]
+                uses[source] -= 1
+                if uses[source]:  # else it takes the source's place
+                    self._sharers[slot] += 1
+                views[-1] += 1
             else:
                 self._share(number, inputs, outputs)
         self.stops = self._stops([self.slots[i] for i in marks])
@@ -166,13 +172,6 @@ class Timeline:
         made = {step.made: count for count, step in enumerate(self.steps, 1)}
         gone = {i: count for count, step in enumerate(self.steps, 1) for i in step.freed}
         return (*[made[slot] for slot in slots], gone[slots[0]])
-
-    def _view(self, source: int, made: int) -> None:
-        slot = self.slots[made] = self.slots[source]
-        self._uses[source] -= 1
-        if self._uses[source]:  # else it takes the source's place
-            self._sharers[slot] += 1
-        self.views[-1] += 1
 
     def _share(self, number: int, inputs: Numbers, outputs: Numbers) -> None:
         """Outputs that are views of inputs, those beyond the last one of that."""
@@ -192,22 +191,21 @@ class Timeline:
 
     def _make(self, number: int, kind: Kind, inputs: Numbers, outputs: Numbers) -> None:
         """Outputs in slots of their own."""
-        place, first = len(self.steps), len(self._sharers)
-        before = [self.slots[i] for i in inputs]
-        donors = self._donors(kind, inputs, before) if kind.donors else ()
-        for slot, i in enumerate(outputs, first):
-            self.slots[i] = slot
-            self._sharers.append(1)
-            self._held.append(place)
-            self._touched.append(place if kind.dispatches else -1)
+        place, first, slots = len(self.steps), len(self._sharers), self.slots
         held, touched = self._held, self._touched
+        before = [slots[i] for i in inputs]
+        donors = self._donors(kind, inputs, before) if kind.donors else ()
+        for last, i in enumerate(outputs, first):
+            slots[i] = last
+            self._sharers.append(1)
+            held.append(place)
+            touched.append(place if kind.dispatches else -1)
         held[-1] = -1
         reads = {slot: (touched[slot], at) for at, slot in enumerate(before)}
         for slot in reads:
             held[slot] = place
             if kind.dispatches:
                 touched[slot] = place
-        last = len(held) - 1
         read = tuple(reads.values()) if kind.dispatches else ()
         self._step(number, first, donors, read, self._gone(inputs, outputs), last)
 

@@ -19,7 +19,7 @@ from uma.frozen import dataclass
 from uma.ledger import Ledger, Verdict, peak
 from uma.machine import Budget, Machine, verdict
 from uma.memory.term import MemoryTerm
-from uma.plan.inference import Form
+from uma.plan.forms import Form
 from uma.units import MIB, format_gib
 from uma.workload import TrainingWorkload
 

@@ -6,15 +6,15 @@ is stored. On MLX's CPU backend float32 comes first where it is the fast form an
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from uma.architecture.layers import Architecture, Experts, Parameter, parameters
 from uma.checkpoint.names import parse_quant
 from uma.checkpoint.source import ModelSource
 from uma.errors import UsageError
+from uma.frozen import dataclass
 from uma.memory.term import MemoryTerm
 from uma.memory.weights import parameter_bytes, weight_bytes
-from uma.plan.inference import Form, FormKind
 from uma.quantization import (
     DTYPE_BYTES,
     Quantization,
@@ -33,6 +33,26 @@ SLOW_NOTE = (
     "16-bit numbers are slow on MLX's CPU backend: 30 times slower than float32 and more; "
     "a shorter --context, or more memory, may leave room for float32"
 )
+
+FormKind = Literal["stored", "float32_scales", "float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The weights as they will be held: their format's name, their term, the activations' width.
+
+    ``kind`` is how they are made from what is stored: left or quantized (``stored``), with scales
+    and all else in float32, or dequantized to float32. ``load_terms`` are what making them takes
+    on top, while loading.
+    """
+
+    name: str
+    weights: MemoryTerm
+    activation_bytes: int
+    load_terms: tuple[MemoryTerm, ...] = ()
+    notes: tuple[str, ...] = ()
+    quantization: Quantization | None = None
+    kind: FormKind = "stored"
 
 
 def forms_of(
@@ -98,6 +118,14 @@ def asked_format(
     if quantization_of_config(source.config or {}) is not None:
         return {}
     return asked | {"bits": source.resolution.bits, "mode": source.resolution.mode}
+
+
+def bits_of(form: Form, source: ModelSource) -> int:
+    """The usual width of the weights in ``form``: as they are made, else as they are stored."""
+    held = form.quantization
+    if held is None and (stored := quantization_of_config(source.config or {})) is not None:
+        held = stored.default
+    return 16 if held is None else held.bits
 
 
 def by_speed(

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Literal
 
 from uma.architecture.layers import Architecture
 from uma.engines import mlx
@@ -14,8 +13,8 @@ from uma.machine import Budget, Machine, budget_of, verdict
 from uma.memory.kv_cache import STEP
 from uma.memory.term import MemoryTerm
 from uma.plan.estimate import ceiling_bytes
+from uma.plan.forms import Form
 from uma.plan.limits import cache_limit_bytes
-from uma.quantization import Quantization
 from uma.workload import (
     DEFAULT_KV_GROUP_SIZE,
     DEFAULT_PREFILL_STEP_SIZE,
@@ -26,26 +25,6 @@ from uma.workload import (
 DEFAULT_CONTEXT_TOKENS = 32_768
 SMALLEST_PREFILL_STEP = 64  # a smaller chunk saves little: what one token needs dominates
 SMALLEST_POOL = 8 << 20  # small arrays of all sizes: half of this was seen with tiny models
-
-FormKind = Literal["stored", "float32_scales", "float32"]
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """The weights as they will be held: their format's name, their term, the activations' width.
-
-    ``kind`` is how they are made from what is stored: left or quantized (``stored``), with scales
-    and all else in float32, or dequantized to float32. ``load_terms`` are what making them takes
-    on top, while loading.
-    """
-
-    name: str
-    weights: MemoryTerm
-    activation_bytes: int
-    load_terms: tuple[MemoryTerm, ...] = ()
-    notes: tuple[str, ...] = ()
-    quantization: Quantization | None = None
-    kind: FormKind = "stored"
 
 
 @dataclass(frozen=True, slots=True)

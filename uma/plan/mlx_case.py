@@ -14,7 +14,7 @@ from uma.ledger import phase_totals
 from uma.machine import Budget, Machine, budget_of
 from uma.memory.kv_cache import TokenCache
 from uma.plan.estimate import Change, Estimate, bits_per_weight
-from uma.plan.forms import asked_format, forms_of
+from uma.plan.forms import asked_format, bits_of, forms_of
 from uma.plan.inference import (
     NOTHING_BESIDE,
     Beside,
@@ -25,7 +25,6 @@ from uma.plan.inference import (
     plan_cases,
     wanted,
 )
-from uma.quantization import quantization_of_config
 from uma.workload import Engine, Inference
 
 WIDTHS = (16, 8, 6, 5, 4, 3, 2)
@@ -63,11 +62,7 @@ class MlxCase:
 
     @property
     def bits(self) -> int:
-        held = self.cases[-1].form.quantization
-        stored = quantization_of_config(self.source.config or {})
-        if held is not None:
-            return held.bits
-        return 16 if stored is None else stored.default.bits
+        return bits_of(self.cases[-1].form, self.source)
 
     @property
     def format(self) -> str:

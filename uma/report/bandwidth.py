@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from statistics import quantiles
 from typing import Any
 
-from uma.catalog import BandwidthFigure
+from uma.catalog.observed import BandwidthFigure
 from uma.machine import Machine
 from uma.measurement.bandwidth import Bandwidth, KernelResult
 from uma.measurement.decode import DecodeRate

@@ -44,7 +44,7 @@ def _billions(count: int | None) -> str:
 
 
 def models_json(found: Sequence[ListedModel]) -> dict[str, Any]:
-    return {"schema_version": SCHEMA_VERSION, "models": [one._asdict() for one in found]}
+    return {"schema_version": SCHEMA_VERSION, "models": [asdict(one) for one in found]}
 
 
 def choices_text(choices: "Choices") -> str:
@@ -132,7 +132,7 @@ def choices_json(choices: "Choices") -> dict[str, Any]:
 
 def _choice_json(one: "Choice") -> dict[str, Any]:
     return {
-        **one.model._asdict(),
+        **asdict(one.model),
         "parameters": one.parameters,
         "uses": [use._asdict() for use in one.uses] or None,
         "format": one.format,

@@ -1,11 +1,11 @@
 """A training estimate as text and as JSON."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, get_args
 
 from uma.catalog.listed import ListedModel
 from uma.ledger import phase_totals
-from uma.memory.term import MemoryTerm
+from uma.memory.term import MemoryTerm, Phase
 from uma.plan.training.case import TrainingCase
 from uma.plan.training.estimate import TrainingEstimate
 from uma.plan.training.inverses import MOST
@@ -26,7 +26,7 @@ def training_text(
     """The verdict, the terms, the phases, what fits, what would help; a traced step's phases."""
     lines = [*_lines(found, model_name, largest_model)]
     if traced is not None:
-        totals = phase_totals(traced).items()
+        totals = _phases(traced)
         phases = ", ".join(f"{name} {format_gib(size)} ({size:,} B)" for name, size in totals)
         lines.append(f"traced from mlx-lm's own code, nothing evaluated: {phases}")
     return "\n".join(lines)
@@ -42,6 +42,8 @@ def _lines(
         f"{workload.optimizer}, "
         f"{_checkpointing(found)}"
     )
+    if choices := ", ".join(_choices(found.case)):
+        yield f"with {choices}"
     yield ""
     yield f"{ledger.verdict}: {'; '.join(_headline(found))}"
     yield f"the {found.phase} phase needs most"
@@ -50,9 +52,9 @@ def _lines(
         if term.size_bytes and term.phase in ("always", found.phase):
             size = format_gib(term.size_bytes)
             yield f"  {term.name:17} {size:>11}  {term.basis:6}  {term.source}"
-    totals = phase_totals(ledger.terms)
+    totals = _phases(ledger.terms)
     yield ""
-    yield "phases: " + ", ".join(f"{name} {format_gib(size)}" for name, size in totals.items())
+    yield "phases: " + ", ".join(f"{name} {format_gib(size)}" for name, size in totals)
     fits = [
         f"{name} {value:,}{' or more' if value >= MOST[name] else ''}"
         for name, value in found.largest.items()
@@ -72,6 +74,42 @@ def _lines(
         yield f"  {measure.name}: saves {_saved(measure)}; time: {measure.cost}"
         yield f"    {' '.join(measure.options)}"
     yield from (f"note: {note}" for note in found.notes)
+
+
+def _phases(terms: Iterable[MemoryTerm]) -> list[tuple[Phase, int]]:
+    """What each phase holds, in the order of a step."""
+    totals = phase_totals(terms)
+    return [(phase, totals[phase]) for phase in get_args(Phase) if phase in totals]
+
+
+def _choices(case: TrainingCase) -> Iterator[str]:
+    """What is asked for otherwise than the program does by itself."""
+    workload, stack = case.workload, case.stack
+    if workload.dtype == "float16":
+        yield "float16"
+    if stack.precision != "16-bit":
+        yield f"{stack.precision} precision"
+    if workload.targets:
+        yield f"adapters on {' and '.join(workload.targets)}"
+    if workload.grad_accumulation_steps > 1:
+        yield f"{workload.grad_accumulation_steps} batches for an update"
+    if workload.loss != "naive":
+        yield _LOSSES[workload.loss]
+    if workload.attention is not None:
+        yield f"{workload.attention} attention"
+    if stack.lora_dropout:
+        yield "dropout before adapters"
+    if stack.fused_kernels:
+        yield f"{stack.fused_kernels.capitalize()} kernels"
+    if stack.prepare_kbit:
+        yield "a base prepared by PEFT"
+    if stack.optimizer_in_backward:
+        yield "the optimizer in the backward pass"
+    if case.engine == "torch" and workload.mem_kind != "device":
+        yield f"memory {workload.mem_kind} by torch"
+
+
+_LOSSES = {"fused": "the loss in one kernel", "sliced": "the loss in slices"}
 
 
 def _headline(found: TrainingEstimate) -> Iterator[str]:
@@ -214,7 +252,7 @@ def training_json(
         "terms": [_term_json(term) for term in ledger.terms],
         "total_bytes": needed,
         "binding_phase": found.phase,
-        "phases": {f"{k}_bytes": v for k, v in phase_totals(ledger.terms).items()},
+        "phases": {f"{name}_bytes": size for name, size in _phases(ledger.terms)},
         "budget_bytes": ledger.budget_bytes,
         "limit_bytes": ledger.limit_bytes,
         "sharding": _sharding_json(found),
@@ -242,6 +280,7 @@ def _workload_json(case: TrainingCase) -> dict[str, Any]:
         "grad_checkpoint": workload.grad_checkpoint,
         "grad_accumulation_steps": workload.grad_accumulation_steps,
         "optimizer": workload.optimizer,
+        "dtype": workload.dtype,
         "quantized": workload.quantized or None,
         "loss": workload.loss,
         "attention": workload.attention,

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from uma.plan.inference import FormKind
+from uma.plan.forms import FormKind
 from uma.quantization import Quantization
 from uma.workload import Backend
 

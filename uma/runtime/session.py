@@ -13,7 +13,8 @@ from uma.checkpoint import Progress
 from uma.ledger import Ledger
 from uma.measurement.generation import Stats
 from uma.memory.kv_cache import STEP
-from uma.plan.inference import Form, InferencePlan, with_tokens
+from uma.plan.forms import Form
+from uma.plan.inference import InferencePlan, with_tokens
 from uma.plan.limits import Limits, mlx_limits, phase_limits_bytes
 from uma.runtime.batch import BatchAnswer, BatchResult, batch
 from uma.runtime.bench import Bench

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from uma.engines.mlx_training import Trained
     from uma.machine import Budget, Machine
     from uma.plan.fine_tuning import Cut, FineTuningPlan, Rows
-    from uma.plan.inference import Form
+    from uma.plan.forms import Form
     from uma.plan.training.time import Duration
     from uma.runtime.lora.adapter import Adapter
     from uma.runtime.lora.train import Course

@@ -97,6 +97,7 @@ def torch_recipes(
     """PyTorch's on equal cards, the simplest first; ``places`` are those to offload to.
 
     Parameters go there with checkpointing alone: layers that run again cost less than the link.
+    What ``reasons`` refuse is among them.
     """
     ways = _full(devices, places) if kind == "full" else _adapters(kind, devices, places)
     for recipe in ways:
@@ -112,11 +113,7 @@ def torch_recipes(
 
 
 def _adapters(kind: Kind, devices: int, places: tuple[Place, ...]) -> Iterator[Recipe]:
-    """A base in 16 bits, or in 4 as QLoRA has it; whole on each device, in parts, or elsewhere.
-
-    A quantized base goes to the host under FSDP alone, which is for several devices (PEFT 0.20,
-    ``docs/source/accelerate/fsdp.md``).
-    """
+    """A base in 16 bits, or in 4 as QLoRA has it; whole on each device, in parts, or elsewhere."""
     for bits, held in ((16, ""), (4, "nf4-double")):
         if bits == 16 and kind == "qlora":
             continue
@@ -125,15 +122,13 @@ def _adapters(kind: Kind, devices: int, places: tuple[Place, ...]) -> Iterator[R
             yield _recipe(optimizer, Sharding(data=devices), bits, words, held=held)
         if devices > 1:
             yield _recipe("adamw", _fsdp(devices), bits, words, held=held)
-        if held:
-            if devices > 1 and "host" in places:
-                yield _recipe("adamw", _fsdp(devices, "host"), bits, words, held=held)
-            continue
         for place in places:
             spread = Sharding(
                 devices, zero_stage=3, offload_parameters=place, offload_optimizer=place
             )
-            yield _recipe("adamw", spread, bits, words)
+            yield _recipe("adamw", spread, bits, words, held=held)
+        if "host" in places:
+            yield _recipe("adamw", _fsdp(devices, "host"), bits, words, held=held)
 
 
 def _fsdp(devices: int, place: Literal["", "host"] = "") -> Sharding:
@@ -169,6 +164,7 @@ def _zero(devices: int, places: tuple[Place, ...]) -> Iterator[Sharding]:
         if devices > 1:
             yield Sharding(devices, zero_stage=3, offload_optimizer="host")
         yield Sharding(devices, zero_stage=3, offload_optimizer="host", offload_parameters="host")
+        yield _fsdp(devices, "host")
     if "disk" in places:
         if devices > 1:
             yield Sharding(devices, zero_stage=3, offload_optimizer="disk")

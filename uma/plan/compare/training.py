@@ -9,7 +9,7 @@ from uma.ledger import Verdict
 from uma.machine import default_reserve_bytes
 from uma.plan.compare.candidates import Candidate
 from uma.plan.compare.plans import Plan, no_prompt
-from uma.plan.compare.recipes import GIVES_UP, Recipe, mlx_recipes, torch_recipes
+from uma.plan.compare.recipes import GIVES_UP, Recipe, mlx_recipes
 from uma.plan.compare.training_subject import TrainingSubject
 from uma.plan.compare.unified import with_raised_limit
 from uma.plan.training.case import TrainingCase
@@ -109,8 +109,7 @@ def _recipes(subject: TrainingSubject, candidate: Candidate) -> Iterator[Recipe]
     where: tuple[Place, ...] = ()
     if candidate.discrete and machine.host_memory_bytes is not None:
         where = ("host", "disk") if host is not None and host.disk_bytes else ("host",)
-    devices = max(1, len(machine.devices))
-    yield from torch_recipes(subject.workload, subject.kind, devices, where)
+    yield from subject.torch_recipes(candidate, where)
 
 
 def _plan(

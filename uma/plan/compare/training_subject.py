@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import field, replace
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from uma.architecture.layers import Architecture
 from uma.checkpoint.source import ModelSource
@@ -16,14 +16,15 @@ from uma.memory.reads import WeightReads
 from uma.memory.term import MemoryTerm
 from uma.memory.weights import weight_bytes
 from uma.plan.compare.candidates import Candidate
-from uma.plan.compare.recipes import Kind, Recipe
+from uma.plan.compare.recipes import Kind, Recipe, torch_recipes
 from uma.plan.training.case import TrainingCase
+from uma.plan.training.checks import check_unpacked, reasons, without_bfloat16
 from uma.plan.training.places import Places, places
 from uma.plan.training.stacks import settings_for
 from uma.plan.training.verdict import least_bytes
 from uma.quantization import quantization_for, quantization_of_config
 from uma.speed.stored import even_reads
-from uma.workload import TrainingWorkload
+from uma.workload import Place, TrainingWorkload
 
 T = TypeVar("T")
 _UNIT = 10**9  # bytes of weights; of a training only the numbers of elements matter
@@ -31,13 +32,20 @@ _UNIT = 10**9  # bytes of weights; of a training only the numbers of elements ma
 
 @dataclass(frozen=True, slots=True)
 class TrainingSubject:
-    """A model and how it is to be trained; what was computed for one machine serves the next."""
+    """A model and how it is to be trained; what was computed for one machine serves the next.
+
+    Raises:
+        UsageError: If nothing trains such a model.
+    """
 
     source: ModelSource
     architecture: Architecture
     workload: TrainingWorkload
     kind: Kind
     known: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_unpacked(self.architecture)
 
     @property
     def stored_bits(self) -> int | None:
@@ -75,6 +83,23 @@ class TrainingSubject:
     @property
     def reads(self) -> WeightReads:
         return self._once("reads", lambda: even_reads(self.architecture, _UNIT))
+
+    def torch_recipes(self, candidate: Candidate, places: tuple[Place, ...]) -> tuple[Recipe, ...]:
+        """PyTorch's on the cards of ``candidate`` that a program has, in the 16 bits of the cards.
+
+        ``places`` are those to offload to.
+        """
+        devices = max(1, len(candidate.machine.devices))
+        half: Literal["float16", "bfloat16"] = "bfloat16"
+        if any(without_bfloat16(candidate.machine)):
+            half = "float16"
+
+        def make() -> tuple[Recipe, ...]:
+            asked = replace(self.workload, dtype=half)
+            found = torch_recipes(asked, self.kind, devices, places)
+            return tuple(one for one in found if not any(reasons(self.case(one, candidate))))
+
+        return self._once(("recipes", half, devices, places), make)
 
     def case(self, recipe: Recipe, candidate: Candidate) -> TrainingCase:
         machine = candidate.machine

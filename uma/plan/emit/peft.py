@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from uma.errors import UsageError
 from uma.frozen import dataclass
+from uma.plan.training.checks import float16_reasons
 from uma.plan.training.stack import Stack
 from uma.workload import TrainingWorkload
 
@@ -91,12 +92,9 @@ def check_trainer(training: Training) -> None:
             f"{training.model} is stored in {training.stored}, of which transformers makes no "
             f"{asked.quantized or '16 bits'}: give a repository, or a folder, in 16 bits"
         )
-    alone = asked.method == "full" and training.stack.precision != "mixed"
-    if asked.dtype == "float16" and alone and (spread.fsdp or not spread.zero_stage):
-        raise UsageError(
-            "weights in float16 alone are not trained (torch's GradScaler wants float32 ones), and "
-            "these cards have no bfloat16: plan with --train lora, or with others"
-        )
+    if asked.dtype == "float16":
+        for reason in float16_reasons(training.stack, asked):
+            raise UsageError(reason)
     if spread.tensor * spread.pipeline * spread.sequence > 1:
         raise UsageError(
             "tensor, pipeline and sequence parallelism are not of transformers' Trainer: plan with "

@@ -75,10 +75,10 @@ def _check_fsdp(spread: Sharding) -> None:
     Raises:
         UsageError: With what to do instead.
     """
-    if spread.zero_stage not in (2, 3) or spread.data == 1:
+    if spread.zero_stage not in (2, 3) or (spread.data == 1 and not spread.offload_parameters):
         raise UsageError(
-            "--emit fsdp: FSDP shards over several devices as ZeRO stages 2 and 3 do; plan with "
-            "--devices and --zero-stage 3, or --emit peft for one device"
+            "--emit fsdp: FSDP shards over several devices as ZeRO stages 2 and 3 do, or offloads; "
+            "plan with --devices and --zero-stage 3, or --emit peft for one device"
         )
     if spread.offload_optimizer != spread.offload_parameters or "disk" in spread.offload_parameters:
         raise UsageError(

@@ -311,7 +311,7 @@ def _moving(before: TrainingCase, after: TrainingCase, needs: Needs) -> str:
         cost += f", {moved / link:.1f} s at {link / 1e9:.0f} GB/s"
     if "disk" in sent:
         cost += f"; {format_gib(sent['disk'])} to and from the disk"
-    return f"{cost}; Adam on the host"
+    return f"{cost}; {after.workload.optimizer} on the host"
 
 
 def with_plain_adamw(change: Change) -> Change:

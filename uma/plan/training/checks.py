@@ -1,12 +1,14 @@
 """Trainings that mean nothing, or that no program does: each is explained instead of computed."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from uma.architecture.layers import Attention, Mixer, Recurrent
+from uma.architecture.layers import Architecture, Attention, Mixer, Recurrent
 from uma.catalog import gpus
 from uma.errors import UsageError
 from uma.machine import Machine
 from uma.plan.training.case import TrainingCase
+from uma.plan.training.stack import Stack
 from uma.plan.training.targets import check_targets, target_notes
 from uma.workload import Sharding, Trainer, TrainingWorkload
 
@@ -38,16 +40,25 @@ def check(case: TrainingCase) -> None:
     layers, every = len(case.architecture.layers), case.workload.grad_checkpoint
     if every > layers:
         raise UsageError(f"a checkpoint every {every} layers: the model has {layers}")
-    if any(p.dtype == "uint8" for p in case.architecture.layers[0].parameters):
-        raise UsageError(
-            "the matrices of this model are packed, several numbers to a byte, and have neither "
-            "gradients nor adapters: take one in 16 bits"
-        )
+    check_unpacked(case.architecture)
     check_targets(case)
     if case.engine == "mlx":
         check_mlx_sharding(case.workload.sharding)
     for reason in reasons(case):
         raise UsageError(reason)
+
+
+def check_unpacked(architecture: Architecture) -> None:
+    """Refuse a model that is stored as nothing trains it.
+
+    Raises:
+        UsageError: If its matrices are packed.
+    """
+    if any(p.dtype == "uint8" for p in architecture.layers[0].parameters):
+        raise UsageError(
+            "the matrices of this model are packed, several numbers to a byte, and have neither "
+            "gradients nor adapters: take one in 16 bits"
+        )
 
 
 def reasons(case: TrainingCase) -> Iterator[str]:
@@ -57,6 +68,11 @@ def reasons(case: TrainingCase) -> Iterator[str]:
 
 def _mlx_reasons(case: TrainingCase) -> Iterator[str]:
     workload, name = case.workload, "mlx_lm.lora" if case.trainer == "mlx_lm" else "uma lora train"
+    if case.architecture.module is None:
+        yield (
+            f"mlx-lm 0.32.2 has no module for {case.architecture.model_type}, so that {name} does "
+            "not load it: --engine transformers, with --machine for a card"
+        )
     known = MLX_OPTIMIZERS[case.trainer]
     if workload.optimizer not in known:
         why = ""
@@ -154,6 +170,8 @@ def _fully_shard_reasons(case: TrainingCase) -> Iterator[str]:
 
 def _torch_reasons(case: TrainingCase) -> Iterator[str]:
     yield from _stack_reasons(case)
+    if case.workload.dtype == "float16":
+        yield from float16_reasons(case.stack, case.workload)
     yield from _optimizer_reasons(case)
     if case.workload.quantized:
         yield from _format_reasons(case)
@@ -180,6 +198,27 @@ def _torch_reasons(case: TrainingCase) -> Iterator[str]:
         yield (
             f"{workload.quantized} matrices of bitsandbytes are packed whole and cannot be split "
             "for tensor parallelism: shard them with --fsdp full"
+        )
+
+
+def float16_reasons(stack: Stack, workload: TrainingWorkload) -> Iterator[str]:
+    """Why weights in float16, without a float32 copy, are not trained as these ask.
+
+    torch 2.13, ``amp/grad_scaler.py``, ``_unscale_grads_``, which Trainer calls where it clips;
+    torchtune 0.6, each recipe's ``__init__``; unsloth 2026, ``models/vision.py``,
+    ``from_pretrained``. Without autocast no loss is scaled, and nothing refuses.
+    """
+    deepspeed = workload.sharding.zero_stage > 0 and not workload.sharding.fsdp
+    full, instead = workload.method == "full", "bfloat16, or float32 weights (--precision mixed)"
+    if stack.name == "torchtune":
+        yield "torchtune has no float16, only bfloat16 and float32: leave --quant out"
+    elif stack.name == "unsloth" and full and stack.precision != "mixed":
+        yield f"Unsloth makes float32 of float16 weights that are trained: take {instead}"
+    elif full and stack.is_of_transformers and stack.precision == "16-bit" and not deepspeed:
+        yield (
+            "weights in float16 alone are not trained: torch's GradScaler refuses gradients in "
+            f"float16; take {instead}, --zero-stage, with which DeepSpeed keeps such, or --train "
+            "lora"
         )
 
 
@@ -326,7 +365,21 @@ def notes(case: TrainingCase) -> Iterator[str]:
     longest = case.architecture.max_position_embeddings
     if longest and workload.max_seq_length > longest:
         yield f"the model was made for {longest:,} tokens of context"
-    yield from _mlx_notes(case) if case.engine == "mlx" else without_bfloat16(case.machine)
+    yield from _mlx_notes(case) if case.engine == "mlx" else _half_notes(case)
+
+
+def _half_notes(case: TrainingCase) -> Iterator[str]:
+    """What float16 needs, where it is asked for, or a card has no bfloat16."""
+    settings, too_old = case.settings, tuple(without_bfloat16(case.machine))
+    if case.workload.dtype == "float16":
+        if not (settings.autocast or settings.deepspeed):
+            yield (
+                "without autocast no loss is scaled, and what is too small for float16 becomes 0: "
+                "bfloat16 has no need of it"
+            )
+    elif too_old:
+        yield from too_old
+        yield from float16_reasons(case.stack, replace(case.workload, dtype="float16"))
 
 
 def without_bfloat16(machine: Machine) -> Iterator[str]:

@@ -41,7 +41,7 @@ def measures(case: TrainingCase, needs: Needs) -> tuple[Measure, ...]:
         chosen = instead if needs.fits(_changed(case, instead)) else chosen
     if needs.fits(_changed(case, chosen)):
         chosen = _without_needless(case, chosen, needs)
-    return tuple(_described(case, chosen, needs))
+    return tuple(_described(case, _ordered(case, chosen, needs), needs))
 
 
 def _added(case: TrainingCase, chosen: list[Change], needs: Needs) -> list[Change]:
@@ -117,6 +117,22 @@ def _without_needless(case: TrainingCase, chosen: list[Change], needs: Needs) ->
         if _is_possible(case, rest) and needs.fits(_changed(case, rest)):
             chosen = rest
     return chosen
+
+
+def _ordered(case: TrainingCase, chosen: list[Change], needs: Needs) -> list[Change]:
+    """What saves something beside a later one alone after that; without those that save nothing."""
+    ordered: list[Change] = []
+    left, now = list(chosen), case
+
+    def saves(change: Change) -> bool:
+        possible = _is_possible(case, (*ordered, change))
+        return possible and _helps(now, change.apply(now), needs)
+
+    while found := next(filter(saves, left), None):
+        ordered.append(found)
+        left.remove(found)
+        now = found.apply(now)
+    return [*ordered, *left] if needs.fits(_changed(case, chosen)) else ordered
 
 
 def _described(case: TrainingCase, chosen: Sequence[Change], needs: Needs) -> Iterator[Measure]:

@@ -76,7 +76,7 @@ def catalog_date() -> str:
 
 
 def _model(one: ListedModel) -> dict[str, Any]:
-    return {**one._asdict(), "uses": [use.use for use in uses_of(one.hf_id)]}
+    return {**dataclasses.asdict(one), "uses": [use.use for use in uses_of(one.hf_id)]}
 
 
 def plain(value: Any) -> Any:
