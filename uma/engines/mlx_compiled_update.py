@@ -14,15 +14,27 @@ _SHARED = FUSED | {"Full"}
 
 
 def updated(
-    p: Program, optimizer: str, parameters: Sequence[Value], gradients: Sequence[Value]
+    p: Program,
+    optimizer: str,
+    parameters: Sequence[Value],
+    gradients: Sequence[Value],
+    *,
+    once: bool = False,
 ) -> list[Value]:
-    """New parameters, the number of the step, then new states."""
+    """New parameters, the number of the step, then new states; ``once`` for arrays of a shape."""
     made: list[Value] = []
     states = [p.op("Add", [p.source(width=8), p.scalar(8)], ())]
-    makers = {i: operation.name for operation in p.operations for i in operation.outputs}
+    shared = {i for operation in p.operations if operation.name in _SHARED for i in operation.outputs}
+    seen: set[object] = set()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         kernel = _kernel(optimizer, parameter.width, gradient.width)
-        if kernel is None or makers.get(gradient.number) in _SHARED:
+        if gradient.number in shared:
+            kernel = None
+        alike = parameter.shape, parameter.width, kernel
+        if once and alike in seen:
+            continue
+        seen.add(alike)
+        if kernel is None:
             new, kept = UPDATES[optimizer](p, parameter, gradient)
         else:
             new, *kept = kernel.run(p, parameter, gradient)

@@ -5,7 +5,7 @@ as in ``uma/runtime/lora/attention.py``.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from uma.architecture.layers import (
     Architecture,
@@ -45,7 +45,6 @@ def named(layer: Layer, *ends: str) -> Parameter | None:
     return None
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class LayerProgram:
     """One layer in a program; ``differentiated`` layers run under ``mx.vjp``.
 
@@ -53,27 +52,32 @@ class LayerProgram:
     gated delta rule do when all arrays are trained (``mlx_gated_delta.py``).
     """
 
-    program: Program
-    architecture: Architecture
-    workload: TrainingWorkload
-    layer: Layer
-    length: int
-    backend: Backend
-    differentiated: bool
-    slice_bytes: int | None
-    inline: bool = False
-    first: bool = False
-    summed_together: bool = False
-    given: Iterator[Value] | None = None
-    trained: list[Value] = field(default_factory=list)
-    frozen: list[Value] = field(default_factory=list)
-    asked: int = 0
-    roles: list[str] = field(default_factory=list)
-    masks: dict[str, Value] = field(default_factory=dict)
-    adapters: dict[str, Adapter] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.adapters = {a.parameter.name: a for a in layer_adapters(self.layer, self.workload)}
+    def __init__(
+        self,
+        program: Program,
+        architecture: Architecture,
+        workload: TrainingWorkload,
+        layer: Layer,
+        length: int,
+        backend: Backend,
+        *,
+        differentiated: bool,
+        slice_bytes: int | None,
+        inline: bool = False,
+        first: bool = False,
+        summed_together: bool = False,
+    ) -> None:
+        self.program, self.architecture, self.workload = program, architecture, workload
+        self.layer, self.length, self.backend = layer, length, backend
+        self.differentiated, self.slice_bytes, self.inline = differentiated, slice_bytes, inline
+        self.first, self.summed_together = first, summed_together
+        self.adapters = {a.parameter.name: a for a in layer_adapters(layer, workload)}
+        self.given: Iterator[Value] | None = None
+        self.trained: list[Value] = []
+        self.frozen: list[Value] = []
+        self.roles: list[str] = []
+        self.masks: dict[str, Value] = {}
+        self.asked = 0
 
     @property
     def batch(self) -> int:

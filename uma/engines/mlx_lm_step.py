@@ -36,7 +36,8 @@ def step_roots(
 ) -> list[Value]:
     """The step; what is evaluated: parameters, states, the loss.
 
-    With ``inner`` what is embedded is as wide as the input of any later layer, and gets a gradient.
+    With ``inner`` sizes count alone, those of any layer but the first: what is embedded is as wide
+    as the input of later ones, and gets a gradient.
     So many ``small`` arrays are updated after those of the first layer. Gradients of some layers
     are ``summed_together``.
     """
@@ -45,12 +46,12 @@ def step_roots(
     x = _layers(p, architecture, workload, backend, batch, runs, summed_together, inner=inner)
     wanted = [value for run in runs for value in run.in_order()]
     loss, tokens = default_loss(p, architecture, workload, backend, batch, x)
-    gradients = p.vjp([(loss, p.scalar(FLOAT32))], wanted)
+    gradients = p.vjp([(loss, p.scalar(FLOAT32))], wanted, in_order=not inner)
     parameters = [value for run in runs for value in run.in_order()]
     after = len(runs[0].trained)
     for values, held in ((parameters, False), (gradients, True)):
         values[after:after] = [p.source(1, width=FLOAT32, held=held) for _ in range(small)]
-    return [*updated(p, workload.optimizer, parameters, gradients), loss, tokens]
+    return [*updated(p, workload.optimizer, parameters, gradients, once=inner), loss, tokens]
 
 
 def _batch(p: Program, workload: TrainingWorkload) -> Value:

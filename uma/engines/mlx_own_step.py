@@ -120,8 +120,8 @@ class OwnStep:
             self._narrowed(layer),
             self.length,
             self.backend,
-            differentiated,
-            self.attention_slice_bytes,
+            differentiated=differentiated,
+            slice_bytes=self.attention_slice_bytes,
         )
 
     def _narrowed(self, layer: Layer) -> Layer:

@@ -104,6 +104,11 @@ class Budget:
     reserve_bytes: int | None = None
     lines: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def ceiling_bytes(self) -> int:
+        """What nothing may pass: the device's limit, or the user's own budget below it."""
+        return min(self.limit_bytes, self.user_bytes or self.limit_bytes)
+
 
 def verdict(peak_bytes: int, budget: Budget) -> Verdict:
     """``fits`` within the budget, ``tight`` within the limit, else ``exceeds``.

@@ -13,7 +13,6 @@ touches; counting command buffers over that list gives the peak.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from operator import add, sub
@@ -116,14 +115,13 @@ class LayerTape(tuple[Operation, ...]):
         return sum(more for *_, more, _ in self.counted), sum(held for *_, held in self.counted)
 
 
-@dataclass(slots=True)
 class Tape:
     """Operations of a layer, recorded in order."""
 
-    call: Call
-    weight_elements: float
-    operations: list[Operation] = field(default_factory=list)
-    arrays: list[int] = field(default_factory=list)
+    def __init__(self, call: Call, weight_elements: float) -> None:
+        self.call, self.weight_elements = call, weight_elements
+        self.operations: list[Operation] = []
+        self.arrays: list[int] = []
 
     def array(self, elements: int) -> int:
         self.arrays.append(elements)

@@ -328,12 +328,23 @@ class Program:
 
     # Differentiation and evaluation.
 
-    def vjp(self, pairs: Sequence[tuple[Value, Value]], wanted: Sequence[Value]) -> list[Value]:
-        """Gradients of ``wanted`` from those of outputs, ``pairs`` of an output and its own."""
+    def vjp(
+        self,
+        pairs: Sequence[tuple[Value, Value]],
+        wanted: Sequence[Value],
+        *,
+        in_order: bool = True,
+    ) -> list[Value]:
+        """Gradients of ``wanted`` from those of outputs, ``pairs`` of an output and its own.
+
+        Unless ``in_order`` they are not asked for in the order of MLX's tape: where sizes count.
+        """
         found = {output.number: gradient for output, gradient in pairs}
         taken, self.steps = self.steps, []
         differentiated, self.differentiated = self.differentiated, set()
-        for step in reversed(tape([output.number for output, _ in pairs], taken, self.operations)):
+        if in_order:
+            taken = tape([output.number for output, _ in pairs], taken, self.operations)
+        for step in reversed(taken):
             gradient = self._given(step, found)
             if gradient is None:
                 continue

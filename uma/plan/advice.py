@@ -10,7 +10,7 @@ from uma.checkpoint.names import resolve
 from uma.checkpoint.source import ModelSource
 from uma.errors import UsageError
 from uma.ledger import Verdict
-from uma.plan.estimate import Asked, Change, Estimate, ceiling_bytes
+from uma.plan.estimate import Asked, Change, Estimate
 from uma.plan.inference import Case, InferencePlan, Request
 from uma.plan.inverses import largest_batch, largest_context
 from uma.plan.limits import smallest_wired_limit_mb, wired_limit_advice
@@ -127,7 +127,7 @@ class _Search:
         model = None if self.asked.model is None else _row(self.asked.model)
         if model is None:
             return
-        most = 8 * ceiling_bytes(self.now.budget) / self.asked.bits
+        most = 8 * self.now.budget.ceiling_bytes / self.asked.bits
         for smaller in _smaller(model, most)[:MODELS_TRIED]:
             name = short_name(smaller)
             case = self.asked.of_model(name)
@@ -159,7 +159,7 @@ class _Search:
         """A context shorter than the asked one, within the budget, else within the ceiling."""
         found = largest_context(asked)
         if found is None and "tight" in self._enough:
-            found = largest_context(asked, ceiling_bytes(self.now.budget))
+            found = largest_context(asked, self.now.budget.ceiling_bytes)
         return found if found and found < self.asked.workload.context_tokens else None
 
     def _fewer_bits(self) -> list[int]:

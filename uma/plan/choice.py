@@ -19,7 +19,7 @@ from uma.errors import UmaError, UnsupportedModel
 from uma.ledger import Verdict, peak
 from uma.machine import Budget, Machine, budget_of
 from uma.plan.engine_case import budget_under, engine_case
-from uma.plan.estimate import Asked, Change, Estimate, ceiling_bytes, default_engine
+from uma.plan.estimate import Asked, Change, Estimate, default_engine
 from uma.plan.inference import Request
 from uma.plan.inverses import largest_context
 from uma.plan.mlx_case import MlxCase, mlx_case
@@ -227,7 +227,7 @@ def _formats(model: ListedModel, search: _Search) -> Iterator[Asked]:
 
 def _widths(num_parameters: int, budget: Budget) -> list[int]:
     """Those whose bits alone do not pass what ``_best`` would take them for."""
-    ceiling = ceiling_bytes(budget)
+    ceiling = budget.ceiling_bytes
     return [
         bits
         for bits in WIDTHS
@@ -270,7 +270,7 @@ def _best(formats: Iterator[Asked], search: _Search) -> tuple[Asked | None, bool
     says whether one that would run is known to be slower than ``min_tps``.
     """
     budget, min_tps = search.budget, search.wanted.min_tps
-    ceiling, tight, slower = ceiling_bytes(budget), None, False
+    ceiling, tight, slower = budget.ceiling_bytes, None, False
     for asked in formats:
         if asked.bits < FEW_BITS and (slower or tight is not None):
             break
@@ -306,7 +306,7 @@ def _choice(model: ListedModel, asked: Asked, told: Sequence[str]) -> Choice:
         headroom_bytes=estimate.headroom_bytes,
         verdict=estimate.ledger.verdict,
         max_context_tokens=largest_context(asked),
-        tight_context_tokens=largest_context(asked, ceiling_bytes(asked.budget)) if tight else None,
+        tight_context_tokens=largest_context(asked, asked.budget.ceiling_bytes) if tight else None,
         speed=_speed(estimate),
         command=_command(model, asked, told),
         notes=(FEW_BITS_NOTE,) if asked.bits < FEW_BITS else (),

@@ -123,11 +123,6 @@ def default_engine(machine: Machine) -> Engine:
     return "mlx" if machine.backend == "metal" else "llama.cpp"
 
 
-def ceiling_bytes(budget: Budget) -> int:
-    """What nothing may pass: the device's limit, or the user's own budget below it."""
-    return min(budget.limit_bytes, budget.user_bytes or budget.limit_bytes)
-
-
 def bits_per_weight(weights: MemoryTerm, architecture: Architecture) -> float:
     """Bits that the weights take for each parameter, scales included."""
     return 8 * weights.size_bytes / max(1, architecture.num_parameters)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from uma.frozen import dataclass
-from uma.plan.estimate import Asked, Estimate, ceiling_bytes
+from uma.plan.estimate import Asked, Estimate
 from uma.plan.inverses import best_format, largest_batch, largest_context
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def findings(
             offload = best_offload(asked)
     tight = None
     if found.ledger.verdict == "tight":
-        tight = largest_context(asked, ceiling_bytes(asked.budget))
+        tight = largest_context(asked, asked.budget.ceiling_bytes)
     return Findings(
         estimate=found,
         max_context_tokens=largest_context(asked),

@@ -12,7 +12,6 @@ from uma.ledger import Ledger, Verdict, peak
 from uma.machine import Budget, Machine, budget_of, verdict
 from uma.memory.kv_cache import STEP
 from uma.memory.term import MemoryTerm
-from uma.plan.estimate import ceiling_bytes
 from uma.plan.forms import Form
 from uma.plan.limits import cache_limit_bytes
 from uma.workload import (
@@ -222,7 +221,7 @@ def _plan(case: Case, request: Request, budget: Budget, machine: Machine) -> Inf
     notes = [*case.form.notes, *mlx.notes(case.architecture)]
     asked_step = request.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
     if workload.prefill_step_size < min(asked_step, workload.longest_prompt_tokens):
-        fits = case.fits(workload, ceiling_bytes(budget), machine)
+        fits = case.fits(workload, budget.ceiling_bytes, machine)
         notes.append(
             f"prefill step lowered from {asked_step:,} to {workload.prefill_step_size:,} tokens "
             + ("to fit" if fits else "to come closest")
@@ -289,7 +288,7 @@ def _decided(case: Case, request: Request, budget: Budget, machine: Machine) -> 
     if request.context_tokens is None:
         steps = steps[:3]
     smallest = replace(asked, prefill_step_size=steps[-1])
-    ceiling = ceiling_bytes(budget)
+    ceiling = budget.ceiling_bytes
     for limit_bytes in (budget.budget_bytes, ceiling):
         if case.form.weights.size_bytes > limit_bytes:
             continue

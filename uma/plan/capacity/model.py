@@ -33,7 +33,7 @@ from uma.plan.capacity.map import (
 )
 from uma.plan.compare.subject import CACHES, SCALE_BITS
 from uma.plan.engine_case import EngineCase, engine_case
-from uma.plan.estimate import Asked, Change, Estimate, ceiling_bytes
+from uma.plan.estimate import Asked, Change, Estimate
 from uma.plan.inference import Request
 from uma.plan.inverses import largest_batch, largest_context
 from uma.plan.mlx_case import MlxCase, mlx_case
@@ -149,7 +149,7 @@ def _on_place(
                 asked.bits,
                 kv_bits,
                 largest_context(here),
-                largest_context(here, ceiling_bytes(here.budget)),
+                largest_context(here, here.budget.ceiling_bytes),
             )
         )
         if kv_bits == 16:

@@ -11,7 +11,6 @@ from uma.memory.term import MemoryTerm
 from uma.plan.compare.candidates import Candidate
 from uma.plan.compare.plans import NO_ROOM, Plan, Technique, no_prompt
 from uma.plan.compare.subject import Subject, cached_bytes
-from uma.plan.estimate import ceiling_bytes
 from uma.plan.inference import halvings
 from uma.plan.mlx_case import MlxCase
 from uma.speed.decode import decode_tps
@@ -93,7 +92,7 @@ def _plan(subject: Subject, candidate: Candidate, case: MlxCase, part: _Part) ->
     number, machine = candidate.number, candidate.machine
     workload, needed = _fitting(case, part)
     budget = budget_of(machine)
-    ceiling = ceiling_bytes(budget)
+    ceiling = budget.ceiling_bytes
     weights = case.cases[-1].form.weights.size_bytes
     plan = Plan(
         technique=TECHNIQUES[part.split],

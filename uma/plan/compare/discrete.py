@@ -18,7 +18,6 @@ from uma.plan.compare.placed import placed
 from uma.plan.compare.plans import NO_ROOM, Plan, Technique, no_prompt
 from uma.plan.compare.subject import Subject
 from uma.plan.engine_case import EngineCase
-from uma.plan.estimate import ceiling_bytes
 from uma.plan.layer_offload import LayerOffload
 from uma.speed.decode import Host, Streamed, decode_tps
 from uma.speed.prefill import PASS_TOKENS, prompt_tps
@@ -50,10 +49,10 @@ def _resident(subject: Subject, case: EngineCase) -> Plan:
     technique: Technique = "split by layers" if several else "resident"
     shares = layer_shares(subject, case) if several else [1.0]
     found, of = verdict(needed, case.budget), "the card"
-    short = needed - ceiling_bytes(case.budget)
+    short = needed - case.budget.ceiling_bytes
     if several:
         of = f"{len(machine.devices)} cards"
-        crowded = _crowded_bytes(subject, case, shares, ceiling_bytes(case.budget))
+        crowded = _crowded_bytes(subject, case, shares, case.budget.ceiling_bytes)
         if found != "exceeds" and crowded > 0:
             found, short, of = "exceeds", crowded, "the fullest of cards that hold together"
         elif found == "fits":
@@ -69,7 +68,7 @@ def _resident(subject: Subject, case: EngineCase) -> Plan:
             verdict=found,
             options=options,
             short_bytes=short,
-            short_of=f"{of}, {format_gib(ceiling_bytes(case.budget))}",
+            short_of=f"{of}, {format_gib(case.budget.ceiling_bytes)}",
         )
     reads, processors = subject.reads(case), processors_of(machine)
     return _plan(

@@ -9,7 +9,6 @@ from uma.plan.compare.candidates import Candidate
 from uma.plan.compare.plans import NO_ROOM, Plan, no_prompt
 from uma.plan.compare.subject import Subject
 from uma.plan.engine_case import EngineCase
-from uma.plan.estimate import ceiling_bytes
 from uma.speed.decode import decode_tps
 from uma.speed.prefill import prompt_tps
 from uma.speed.processor import OTHER_VENDOR, processors_of
@@ -85,7 +84,7 @@ def _held(subject: Subject, case: EngineCase) -> Plan:
 def _reserved_bytes(case: EngineCase) -> int:
     """What vLLM takes of each card at its start, at most what the driver leaves."""
     devices = case.machine.devices
-    limit = ceiling_bytes(case.budget) // len(devices)
+    limit = case.budget.ceiling_bytes // len(devices)
     return min(limit, reserved_bytes(devices[0].memory_bytes, case.settings))
 
 

@@ -11,7 +11,7 @@ from uma.plan.compare.candidates import Candidate
 from uma.plan.compare.plans import NO_ROOM, Plan, Technique, no_prompt
 from uma.plan.compare.subject import Subject, cached_bytes
 from uma.plan.engine_case import EngineCase
-from uma.plan.estimate import Asked, ceiling_bytes
+from uma.plan.estimate import Asked
 from uma.plan.limits import smallest_wired_limit_mb
 from uma.plan.mlx_case import MlxCase
 from uma.speed.decode import decode_tps
@@ -121,7 +121,7 @@ def _needs(subject: Subject, case: Asked) -> _Needs:
 
 def _shortage(needed: int, budget: Budget) -> tuple[int, str]:
     """What is missing to run at all, and of what."""
-    ceiling = ceiling_bytes(budget)
+    ceiling = budget.ceiling_bytes
     return max(0, needed - ceiling), f"the limit of {format_gib(ceiling)}"
 
 

@@ -10,7 +10,6 @@ from uma.ledger import peak
 from uma.machine import Budget, Machine
 from uma.memory.adapters import adapter_elements
 from uma.memory.term import MemoryTerm
-from uma.plan.estimate import ceiling_bytes
 from uma.plan.training.stack import Stack
 from uma.workload import Trainer, TrainingEngine, TrainingWorkload, bits_named
 
@@ -88,7 +87,7 @@ class TrainingCase:
     @property
     def room_bytes(self) -> int:
         """What one device may hold: of a machine with several cards, each has its part."""
-        return ceiling_bytes(self.budget) // self.machine_devices
+        return self.budget.ceiling_bytes // self.machine_devices
 
     @property
     def budget_bytes(self) -> int:
