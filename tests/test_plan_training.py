@@ -158,6 +158,14 @@ def test_the_inverses_of_our_own_trainer_share_the_positions() -> None:
         assert (needed <= case.budget_bytes) is fits
 
 
+def test_what_fits_is_not_above_the_largest_where_layers_recur() -> None:
+    asked: dict[str, Any] = {"method": "full", "num_layers": 16, "batch_size": 4}
+    case = replace(case_on("macbook-pro-m5-16", "granite-4.0-h-1b", **asked), trainer="uma")
+    found = training_estimate(case)
+    assert found.ledger.verdict == "fits"
+    assert found.largest == {"batch_size": 4, "max_seq_length": 2048}
+
+
 @pytest.mark.parametrize("name", sorted(TINY))
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_every_module_of_mlx_lm_is_laid_out_under_both_engines(name: str, method: Any) -> None:

@@ -25,8 +25,8 @@ TRAINING = ("rank", "max_seq_length", "batch_size")
 GENERATED_BY = ("llama.cpp", "mlx", "accelerate", "vllm")
 TRAINED_BY = ("mlx", "peft", "deepspeed", "peft-deepspeed", "fsdp", "peft-fsdp")
 _TRAINERS = (
-    "mlx is for Macs, peft for cards, fsdp for several, deepspeed for several or with a part of "
-    "the state on the host"
+    "mlx is for Macs, peft for cards, fsdp and deepspeed for several, or with a part of the state "
+    "on the host"
 )
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+[km]?", re.IGNORECASE)
 
@@ -276,14 +276,12 @@ def _trainer(emit: Any, subject: "TrainingSubject", row: "Row") -> str:
 
 def _torch_file(emit: Any, asked: "Subject", row: "Row", title: str) -> str:
     """The file of a plan of PyTorch, in the 16 bits that the machine has."""
-    from dataclasses import replace
 
     from uma import __version__
     from uma.plan.emit.configuration import WRITTEN_FOR
     from uma.plan.emit.peft import Training
     from uma.plan.emit.repository import repository, stored_in
     from uma.plan.emit.training import training_configuration
-    from uma.plan.training.checks import without_bfloat16
 
     assert row.plan is not None
     assert row.plan.recipe is not None
@@ -291,10 +289,9 @@ def _torch_file(emit: Any, asked: "Subject", row: "Row", title: str) -> str:
     target: Any = "peft" if emit.startswith("peft") else emit
     if target in WRITTEN_FOR:  # JSON has no line for it
         title += f"; by uma {__version__}, for {WRITTEN_FOR[target]}"
-    half: Any = "float16" if any(without_bfloat16(row.candidate.machine)) else "bfloat16"
-    workload = replace(recipe.workload, dtype=half)
     name, stored = repository(asked), stored_in(asked)
-    return training_configuration(target, Training(name, workload, title, recipe.stack, stored))
+    training = Training(name, recipe.workload, title, recipe.stack, stored)
+    return training_configuration(target, training)
 
 
 def _shown(

@@ -24,7 +24,9 @@ def updated(
     """New parameters, the number of the step, then new states; ``once`` for arrays of a shape."""
     made: list[Value] = []
     states = [p.op("Add", [p.source(width=8), p.scalar(8)], ())]
-    shared = {i for operation in p.operations if operation.name in _SHARED for i in operation.outputs}
+    shared = {
+        i for operation in p.operations if operation.name in _SHARED for i in operation.outputs
+    }
     seen: set[object] = set()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         kernel = _kernel(optimizer, parameter.width, gradient.width)

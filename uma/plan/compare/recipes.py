@@ -148,7 +148,9 @@ def _full(devices: int, places: tuple[Place, ...]) -> Iterator[Recipe]:
         yield _recipe("adamw", spread, 16, words[MIXED], MIXED, stack)
     for optimizer in ("adamw-8bit", "paged-adamw-8bit"):
         yield _recipe(optimizer, alone, 16, words[EIGHT_BIT], EIGHT_BIT)
-    for spread in (alone, _fsdp(devices)) if devices > 1 else (alone,):
+    spreads = [alone, *([_fsdp(devices)] if devices > 1 else [])]
+    spreads += [_fsdp(devices, "host")] if "host" in places else []
+    for spread in spreads:
         yield _recipe("adamw", spread, 16, words[SIXTEEN_BIT], SIXTEEN_BIT)
 
 

@@ -49,10 +49,9 @@ def check(case: TrainingCase) -> None:
 
 
 def check_unpacked(architecture: Architecture) -> None:
-    """Refuse a model that is stored as nothing trains it.
-
+    """
     Raises:
-        UsageError: If its matrices are packed.
+        UsageError: If the matrices are packed, which nothing trains.
     """
     if any(p.dtype == "uint8" for p in architecture.layers[0].parameters):
         raise UsageError(
@@ -69,10 +68,8 @@ def reasons(case: TrainingCase) -> Iterator[str]:
 def _mlx_reasons(case: TrainingCase) -> Iterator[str]:
     workload, name = case.workload, "mlx_lm.lora" if case.trainer == "mlx_lm" else "uma lora train"
     if case.architecture.module is None:
-        yield (
-            f"mlx-lm 0.32.2 has no module for {case.architecture.model_type}, so that {name} does "
-            "not load it: --engine transformers, with --machine for a card"
-        )
+        missing = f"mlx-lm 0.32.2 has no module for {case.architecture.model_type}"
+        yield f"{missing}, which {name} loads: --engine transformers, with --machine for a card"
     known = MLX_OPTIMIZERS[case.trainer]
     if workload.optimizer not in known:
         why = ""
@@ -202,11 +199,10 @@ def _torch_reasons(case: TrainingCase) -> Iterator[str]:
 
 
 def float16_reasons(stack: Stack, workload: TrainingWorkload) -> Iterator[str]:
-    """Why weights in float16, without a float32 copy, are not trained as these ask.
+    """Why weights in float16 are not trained without a float32 copy; without autocast none says so.
 
-    torch 2.13, ``amp/grad_scaler.py``, ``_unscale_grads_``, which Trainer calls where it clips;
-    torchtune 0.6, each recipe's ``__init__``; unsloth 2026, ``models/vision.py``,
-    ``from_pretrained``. Without autocast no loss is scaled, and nothing refuses.
+    torch 2.13, ``amp/grad_scaler.py``, ``_unscale_grads_``, which Trainer calls to clip; torchtune
+    0.6, each recipe's ``__init__``; unsloth 2026, ``models/vision.py``, ``from_pretrained``.
     """
     deepspeed = workload.sharding.zero_stage > 0 and not workload.sharding.fsdp
     full, instead = workload.method == "full", "bfloat16, or float32 weights (--precision mixed)"
@@ -217,8 +213,7 @@ def float16_reasons(stack: Stack, workload: TrainingWorkload) -> Iterator[str]:
     elif full and stack.is_of_transformers and stack.precision == "16-bit" and not deepspeed:
         yield (
             "weights in float16 alone are not trained: torch's GradScaler refuses gradients in "
-            f"float16; take {instead}, --zero-stage, with which DeepSpeed keeps such, or --train "
-            "lora"
+            f"float16; take {instead}, DeepSpeed (--zero-stage), which keeps such, or --train lora"
         )
 
 
@@ -370,15 +365,15 @@ def notes(case: TrainingCase) -> Iterator[str]:
 
 def _half_notes(case: TrainingCase) -> Iterator[str]:
     """What float16 needs, where it is asked for, or a card has no bfloat16."""
-    settings, too_old = case.settings, tuple(without_bfloat16(case.machine))
     if case.workload.dtype == "float16":
-        if not (settings.autocast or settings.deepspeed):
+        if not (case.settings.autocast or case.settings.deepspeed):
             yield (
                 "without autocast no loss is scaled, and what is too small for float16 becomes 0: "
                 "bfloat16 has no need of it"
             )
-    elif too_old:
-        yield from too_old
+        return
+    for too_old in without_bfloat16(case.machine):
+        yield too_old
         yield from float16_reasons(case.stack, replace(case.workload, dtype="float16"))
 
 

@@ -100,11 +100,13 @@ def _own_shapes(case: TrainingCase, held_bytes: int, needs: Needs) -> dict[str, 
     asked = max(1, batch * length // SHORT)
     rows = _largest(needed, asked, held_bytes, case.budget_bytes, MOST["max_seq_length"])
     positions = (rows or 0) * SHORT
-    return {
-        "batch_size": min(positions // padded_length(max(1, length - 1)), MOST["batch_size"])
-        or None,
-        "max_seq_length": min(_longest_row(positions // batch), MOST["max_seq_length"]) or None,
+    found = {
+        "batch_size": positions // padded_length(max(1, length - 1)),
+        "max_seq_length": _longest_row(positions // batch),
     }
+    if needs(case) <= case.budget_bytes:  # where layers recur, it may need less in longer rows
+        found = {name: max(value, getattr(case.workload, name)) for name, value in found.items()}
+    return {name: min(value, MOST[name]) or None for name, value in found.items()}
 
 
 def _longest_row(positions: int) -> int:
