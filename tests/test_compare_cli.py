@@ -133,7 +133,7 @@ def test_a_spreadsheet_has_a_line_a_machine(capsys: pytest.CaptureFixture[str]) 
         ("compare llama-3-8b --train rslora --machine h200", 0, ""),
         ("compare llama-3-70b --train lora --emit vllm --machine h100", 2, "leave out --train"),
         ("compare llama-3-70b --emit deepspeed --machine h100", 2, "give --train"),
-        ("compare llama-3-8b --train qlora --emit fsdp --machine dgx-spark", 2, "fsdp for"),
+        ("compare llama-3-8b --train qlora --emit fsdp --machine dgx-spark", 2, "fsdp and"),
         ("compare llama-3-8b --train qlora --emit mlx --machine h100", 2, "mlx is for Macs"),
         ("compare llama-3-8b --train qlora --emit peft --machine mac-mini-m4-24", 2, "peft for"),
         ("compare llama-3-70b --train full --emit peft --machine rtx-4090", 3, "no plan fits"),
