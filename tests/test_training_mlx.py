@@ -169,6 +169,16 @@ def test_gradients_wait_for_an_update_of_several_kernels(optimizer: str, checkpo
     assert steps.peak_bytes() == pytest.approx(steps.step_bytes(32), rel=0.03)
 
 
+def test_all_layers_are_laid_out_where_no_array_stands_between_two() -> None:
+    """As that is made within a kernel."""
+    architecture = architecture_from_config(model_config(find_free("granite-4.0-h-micro")).values)
+    targets = ("gate_proj", "up_proj", "down_proj")
+    workload = TrainingWorkload(num_layers=5, targets=targets, quantized="4bit", batch_size=4)
+    steps = Steps(architecture, workload, "cpu")
+    assert steps.left
+    assert steps.peak_bytes() == steps.step_bytes(5)
+
+
 def steps_of(name: str, **asked: Any) -> Steps:
     architecture = architecture_from_config(model_config(find_free(name)).values)
     workload = TrainingWorkload(**{"num_layers": None, **asked})

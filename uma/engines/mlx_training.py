@@ -169,6 +169,8 @@ class Steps:
         """
         small = self._of_left({kind: len(self._trained(self.one[kind])) for kind in self.left})
         found = self._levels(self.places, small % MAX_WIDTH)
+        if self.left and not found[0].needed:  # no array stands between two layers
+            return self.step_bytes(len(self.layers))
         waiting = self._of_left({kind: self._waiting_bytes(self.one[kind]) for kind in self.left})
         return max(self._continued(levels, waiting) for levels in found)
 

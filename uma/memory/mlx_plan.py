@@ -52,6 +52,9 @@ class Plan:
             operations, numbers = simplified(operations, self.arrays, roots)
             operations, roots = fused(operations, self.arrays, numbers), tuple(numbers)
         self.order = evaluation_order(Graph((), operations, sources, roots, held))
+        if self.marks:
+            made = {i for operation in self.order for i in operation.outputs}
+            self.marks = self.marks if made.issuperset(self.marks) else ()  # one is in a kernel
         self.sources, self.kept = sources, {*held, *roots}
         self.source_forms = Counter([arrays[i] for i in sources])
 

@@ -40,6 +40,12 @@ def _fsdp(training: Training) -> Iterator[str]:
     asked = training.workload
     spread = asked.sharding
     _check_fsdp(spread)
+    if spread.data == 1 and asked.method != "full":
+        # torch 2.13, fsdp/_state_dict_utils.py: NO_SHARD's hooks drop offload_to_cpu.
+        raise UsageError(
+            "--emit fsdp: on one card FSDP 1 does not shard, and Trainer's saving of adapters "
+            "would copy the whole base there; plan for several"
+        )
     flag = {True: "true", False: "false"}
     yield "# accelerate launch --config_file THIS_FILE train.py, the script of --emit peft-fsdp"
     yield "compute_environment: LOCAL_MACHINE"

@@ -67,9 +67,6 @@ def reasons(case: TrainingCase) -> Iterator[str]:
 
 def _mlx_reasons(case: TrainingCase) -> Iterator[str]:
     workload, name = case.workload, "mlx_lm.lora" if case.trainer == "mlx_lm" else "uma lora train"
-    if case.architecture.module is None:
-        missing = f"mlx-lm 0.32.2 has no module for {case.architecture.model_type}"
-        yield f"{missing}, which {name} loads: --engine transformers, with --machine for a card"
     known = MLX_OPTIMIZERS[case.trainer]
     if workload.optimizer not in known:
         why = ""
@@ -389,6 +386,8 @@ def _mlx_notes(case: TrainingCase) -> Iterator[str]:
     if workload.method == "full" and workload.num_layers is not None:
         yield f"only the last {workload.num_layers} layers are trained: --num-layers -1 for all"
     yield "the longest batch decides: the peak appears when the longest rows turn up"
+    if case.architecture.module is None:
+        yield f"mlx-lm 0.32.2 has no module for {case.architecture.model_type}"
     if workload.sharding.zero_stage == 3:
         yield (
             "fully_shard needs JACCL (Thunderbolt 5): MLX's other backends do not scatter sums; "
