@@ -23,6 +23,9 @@ def interruptible() -> Iterator[threading.Event]:
     A second one raises ``Torn`` at once, or ends the process where Python has not come to see the
     first: a chunk of a prompt is one call of MLX that may take a minute. Outside the main thread,
     or where the program handles SIGINT itself, nothing is changed and the event is never set.
+
+    On Linux a Ctrl-C of the terminal ends a compiler of MLX's CPU backend too, and with it the
+    evaluation that waits for it: that is ``Torn`` as well.
     """
     seen = 0
     event = threading.Event()
@@ -43,6 +46,10 @@ def interruptible() -> Iterator[threading.Event]:
     try:
         with _second_ends_the_process(lambda: seen):
             yield event
+    except RuntimeError as error:
+        if event.is_set():
+            raise Torn from error
+        raise
     finally:
         signal.signal(signal.SIGINT, former)
 

@@ -67,6 +67,7 @@ def load(
     """
     if dequantize_to not in (None, "float32"):
         raise ValueError(f"dequantize_to is 'float32' or None, got {dequantize_to!r}")
+    _look_for_compiler()
     model, config = open_model(folder, trust_remote_code)
     tokenizer = open_tokenizer(folder, config, trust_remote_code)
     if on_tokenizer is not None:
@@ -94,6 +95,14 @@ def load(
         adapter_bytes=adapter_bytes,
         notes=tuple(notes),
     )
+
+
+def _look_for_compiler() -> None:
+    """Let MLX's CPU backend look for one now: meanwhile, once a process, it ignores Ctrl-C.
+
+    ``system`` does so (mlx 0.32.4, ``JitCompiler::available``).
+    """
+    mx.compile(lambda x: x)(mx.array(0))
 
 
 def weights_bytes(model: nn.Module) -> int:
