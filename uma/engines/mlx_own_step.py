@@ -11,7 +11,12 @@ from uma.architecture.layers import Architecture, Attention, LatentAttention, La
 from uma.dataset.batches import padded_length
 from uma.engines.mlx_attention import rms_norm
 from uma.engines.mlx_layers import LayerProgram
-from uma.engines.mlx_training import optimizer_bytes, trained_arrays
+from uma.engines.mlx_training import (
+    apart,
+    equal_by_chance,
+    optimizer_bytes,
+    trained_arrays,
+)
 from uma.engines.mlx_updates import update_8bit_bytes, update_program
 from uma.memory.adapters import trained_layers
 from uma.memory.mlx_program import Program, Value
@@ -73,8 +78,9 @@ class OwnStep:
     def forward(self, layer: Layer) -> int:
         """A layer's run, what it gives included."""
 
-        def lay_out(p: Program) -> Sequence[Value]:
-            return [self._run(p, layer, differentiated=False).forward(self._hidden(p))]
+        def lay_out(p: Program, workload: TrainingWorkload) -> Sequence[Value]:
+            step = replace(self, workload=workload)
+            return [step._run(p, layer, differentiated=False).forward(step._hidden(p))]
 
         return self._sample(layer).above("forward", lay_out)
 
@@ -83,21 +89,31 @@ class OwnStep:
 
         The ``first`` trained layer has no gradient of its input.
         """
-        lay_out = partial(self._way_back, layer, first=first)
+        lay_out = partial(self._way_back, layer, first)
         return self._sample(layer).above(("backward", first), lay_out)
 
     def _sample(self, layer: Layer) -> Sample:
         if _kind(layer) not in self.samples:
-            lay_out = partial(self._way_back, layer, first=False)
-            self.samples[_kind(layer)] = Sample(lay_out, self.backend, ("backward", False))
+            lay_out, asked = partial(self._way_back, layer, False), self.workload
+            self.samples[_kind(layer)] = Sample(
+                lay_out,
+                asked,
+                apart(asked),
+                self.backend,
+                by_chance=equal_by_chance([layer], asked),
+                key=("backward", False),
+            )
         return self.samples[_kind(layer)]
 
-    def _way_back(self, layer: Layer, p: Program, *, first: bool) -> Sequence[Value]:
-        run = self._run(p, layer, differentiated=True)
-        x = self._hidden(p) if first else p.primal(self._hidden(p))
+    def _way_back(
+        self, layer: Layer, first: bool, p: Program, workload: TrainingWorkload
+    ) -> Sequence[Value]:
+        step = replace(self, workload=workload)
+        run = step._run(p, layer, differentiated=True)
+        x = step._hidden(p) if first else p.primal(step._hidden(p))
         out = run.forward(x)
         wanted = run.trained if first else [*run.trained, x]
-        return p.vjp([(out, self._hidden(p))], wanted)
+        return p.vjp([(out, step._hidden(p))], wanted)
 
     def loss(self) -> int:
         """One slice of the loss with its gradient, and the gradients of those before."""

@@ -4,6 +4,8 @@ The order in which a module holds its parts is that in which the optimizer's new
 evaluated, and so decides what else of a step is alive.
 """
 
+from functools import lru_cache
+
 # Names of the same matrices in other families, by the roles that a layer is laid out in.
 ROLES = {
     "q_proj": ("q_proj", "qkv_proj", "c_attn", "query_key_value", "wqkv", "Wqkv", "c_q"),
@@ -70,11 +72,12 @@ def place_of(role: str) -> str:
     return role if role in ORDER else "other"
 
 
-def module_order(model_type: str) -> list[str]:
+@lru_cache
+def module_order(model_type: str) -> tuple[str, ...]:
     """``ORDER`` as the models of a type have it."""
     order = list(ORDER)
     if model_type.startswith(UP_FIRST):
         for prefix in ("", "shared_"):
             up, down = (order.index(f"{prefix}{name}_proj") for name in ("up", "down"))
             order[up], order[down] = order[down], order[up]
-    return order
+    return tuple(order)

@@ -10,10 +10,11 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from uma.architecture.layers import Architecture, Layer, Parameter
+from uma.architecture.layers import Architecture, Experts, Layer, Parameter
 from uma.engines import mlx_lm_step
 from uma.engines.mlx_compiled_update import updated_at_once
 from uma.engines.mlx_gated_delta import is_ruled, summed_together
+from uma.engines.mlx_roles import module_order
 from uma.memory.adapters import layer_adapters, require_form, trained_layers
 from uma.memory.liveness import MAX_WIDTH
 from uma.memory.mlx_plan import Levels, highest
@@ -30,6 +31,7 @@ OPTIMIZER_SCALARS = 12  # optimizers.py: the step in uint64, the learning rate i
 # again, and where gradients of whole matrices pile up: what is alive depends on more layers then,
 # and on the CPU on as many as a hundred operations that may wait.
 BESIDE: dict[Backend, int] = {"metal": 3, "cpu": 4}
+BATCH_APART, RANK_APART = 23, 29
 STEP_SOURCE = "arrays of one step in MLX's order of evaluation"
 
 Roots = Callable[[Program, Architecture, TrainingWorkload, Backend], list[Value]]
@@ -155,8 +157,10 @@ class Steps:
         self.one = dict(zip(self.kinds, self.layers, strict=True))
         together = [n for n, (_, here) in enumerate(self.one) if here]
         roots = partial(mlx_lm_step.step_roots, inner=True, small=1, summed_together=together)
-        kept, plain = self._kept(self.one.values()), replace(self.workload, grad_checkpoint=0)
-        self.sample = Sample(lambda p: roots(p, kept, plain, backend), backend)
+        lay_out = self._lay_out(self.one.values(), roots)
+        plain = replace(self.workload, grad_checkpoint=0)
+        chance = equal_by_chance(self.one.values(), plain)
+        self.sample = Sample(lay_out, plain, apart(plain), backend, by_chance=chance)
 
     def peak_bytes(self) -> int:
         """The peak of the step above what exists before it.
@@ -220,18 +224,39 @@ class Steps:
 
     def _levels(self, places: Sequence[int], small: int = 0) -> list[Levels]:
         kinds = [list(self.one).index(self.kinds[place]) for place in places]
-        key = (self.workload.grad_checkpoint, small, *kinds)
+        # The sample, with one array of each shape, does not show the order of those trained.
+        again, order = self.workload.grad_checkpoint, module_order(self.architecture.model_type)
+        key = (again, small, order, *kinds)
         together = [n for n, place in enumerate(places) if self.kinds[place][1]]
         roots = partial(mlx_lm_step.step_roots, small=small, summed_together=together)
-        lay_out = self._lay_out([self.layers[place] for place in places], roots)
+        lay_out = self._lay_out([self.layers[place] for place in places], roots, again)
         return self.sample.levels(key, lay_out, compiled=True)
 
-    def _lay_out(self, layers: Sequence[Layer], roots: Roots) -> LayOut:
-        kept = self._kept(layers)
-        return lambda p: roots(p, kept, self.workload, self.backend)
+    def _lay_out(
+        self, layers: Iterable[Layer], roots: Roots, grad_checkpoint: int = 0
+    ) -> LayOut[TrainingWorkload]:
+        kept = replace(self.architecture, layers=tuple(layers))
 
-    def _kept(self, layers: Iterable[Layer]) -> Architecture:
-        return replace(self.architecture, layers=tuple(layers))
+        def lay_out(p: Program, workload: TrainingWorkload) -> list[Value]:
+            if grad_checkpoint:
+                workload = replace(workload, grad_checkpoint=grad_checkpoint)
+            return roots(p, kept, workload, self.backend)
+
+        return lay_out
+
+
+def apart(workload: TrainingWorkload) -> TrainingWorkload:
+    """The same with a batch and a rank that are no dimension of a model."""
+    return replace(workload, batch_size=BATCH_APART, rank=RANK_APART)
+
+
+def equal_by_chance(layers: Iterable[Layer], workload: TrainingWorkload) -> bool:
+    """Whether the batch or the rank may be, to a dimension with which shapes are then equal."""
+    dims = {1}
+    for layer in layers:
+        dims.update(*[parameter.shape for parameter in layer.parameters])
+        dims.update([x.num_experts_per_tok for x in layer.feed_forward if isinstance(x, Experts)])
+    return workload.batch_size == 1 or (workload.method != "full" and workload.rank in dims)
 
 
 def _laid_out(kinds: Sequence[object], beside: int) -> list[int]:
