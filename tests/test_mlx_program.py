@@ -161,19 +161,48 @@ def test_a_plan_serves_programs_of_other_sizes() -> None:
     assert found[1][1] == pytest.approx(2 * found[0][1], rel=0.1)
 
 
-def test_programs_of_one_structure_follow_what_another_has_added() -> None:
-    def lay_out(p: Program, rows: int, *, longer: bool = False) -> list[Value]:
-        x = p.source(rows, WIDTH, width=4)
-        x = p.multiply(x, p.source(rows, WIDTH, width=4))
-        return [p.unary("Exp", p.matmul(x, p.swapped(x))) if longer else p.matmul(x, p.swapped(x))]
+def product(p: Program, rows: int, *, longer: bool = False) -> list[Value]:
+    x = p.source(rows, WIDTH, width=4)
+    x = p.multiply(x, p.source(rows, WIDTH, width=4))
+    x = p.matmul(x, p.swapped(x))
+    return [p.unary("Exp", x) if longer else x]
 
-    cases = [
-        (Sample(partial(lay_out, rows=rows), "metal"), partial(lay_out, rows=rows))
-        for rows in (LENGTH, 4096)
-    ]
+
+def sample_of(rows: int, *, by_chance: bool = False) -> Sample[int]:
+    return Sample(product, rows, 23, "metal", by_chance=by_chance)
+
+
+def test_programs_of_one_structure_follow_what_another_has_added() -> None:
+    cases = [(sample_of(rows), rows) for rows in (LENGTH, 4096)]
     assert cases[0][0].family is cases[1][0].family
     for longer in (False, True):
-        for sample, lay in cases:
+        for sample, rows in cases:
             p = Program()
-            alone = p.above(lay(p, longer=longer), "metal")
-            assert sample.above(longer, partial(lay, longer=longer)) == alone
+            alone = p.above(product(p, rows, longer=longer), "metal")
+            assert sample.above(longer, partial(product, longer=longer)) == alone
+
+
+@pytest.mark.parametrize("first", [WIDTH, LENGTH])
+def test_sizes_that_are_equal_by_chance_have_the_plans_of_others(first: int) -> None:
+    """As many rows as columns give one shape, where there are three of other sizes."""
+    samples = {rows: sample_of(rows, by_chance=True) for rows in (first, WIDTH, LENGTH)}
+    assert samples[WIDTH].family is samples[LENGTH].family
+    for rows, sample in samples.items():
+        p = Program()
+        alone = p.above(product(p, rows, longer=True), "metal")
+        assert sample.above("longer", partial(product, longer=True)) == alone
+
+
+def test_operations_that_are_equal_by_chance_alone_make_another_family() -> None:
+    """Two broadcasts of one array are one where ``mx.compile`` finds them equal."""
+
+    def lay_out(p: Program, rows: int) -> list[Value]:
+        x = p.source(1, 1, width=4)
+        wide = [p.unary("Exp", p.broadcast_to(x, (n, WIDTH))) for n in (rows, LENGTH)]
+        return [p.matmul(y, p.swapped(y)) for y in wide]
+
+    apart, equal = (Sample(lay_out, n, 23, "cpu", by_chance=True) for n in (5, LENGTH))
+    assert apart.family is not equal.family
+    p = Program()
+    alone = p.above(lay_out(p, LENGTH), "cpu", compiled=True)
+    assert equal.above("compiled", lay_out, compiled=True) == alone

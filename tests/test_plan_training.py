@@ -158,6 +158,24 @@ def test_the_inverses_of_our_own_trainer_share_the_positions() -> None:
         assert (needed <= case.budget_bytes) is fits
 
 
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("optimizer", ["adam", "muon", "adamw-8bit"])
+@pytest.mark.parametrize("batch_size", [1, 64])
+def test_what_is_left_out_of_a_search_is_not_the_peak(
+    method: Any, optimizer: Any, batch_size: int
+) -> None:
+    """The update of our own trainer binds where all is trained on few tokens."""
+    asked = {"method": method, "optimizer": optimizer, "batch_size": batch_size, **ALL}
+    case = case_on("mac-mini-m4-16", "smollm2-135m", max_seq_length=129, **asked)
+    case = replace(case, trainer="uma")
+    (phase, needed), brief = peak(case.terms()), case.terms(peak_alone=True)
+    assert case.needed_bytes() == needed
+    if method == "full" and batch_size == 1:
+        assert phase == "optimizer"
+    left_out = phase_totals(case.terms())["optimizer"] != phase_totals(brief)["optimizer"]
+    assert left_out is (method == "lora" and batch_size == 64)
+
+
 def test_what_fits_is_not_above_the_largest_where_layers_recur() -> None:
     asked: dict[str, Any] = {"method": "full", "num_layers": 16, "batch_size": 4}
     case = replace(case_on("macbook-pro-m5-16", "granite-4.0-h-1b", **asked), trainer="uma")

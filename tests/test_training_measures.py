@@ -207,3 +207,12 @@ def test_our_own_trainer_is_not_advised_where_it_refuses_an_option(capsys: Any) 
     assert ("--trainer", "uma") in advised(capsys, "llama-3-8b", *words).values()
     found = advised(capsys, "llama-3-8b", *words, "--attention", "materialised")
     assert not any("--trainer" in options for options in found.values())
+
+
+def test_nothing_is_advised_where_the_weights_alone_take_too_much(capsys: Any) -> None:
+    words = ["deepseek-v3", "--train", "lora", "--machine", "mac-studio-m2-ultra-192"]
+    assert not estimated(capsys, *words)["measures"]
+    main(["estimate", *words])
+    assert "nothing makes it fit: the weights alone take more" in capsys.readouterr().out
+    base = ["llama-3-70b", "--train", "lora", "--bits", "16", "--machine", "mac-studio-m4-max-64"]
+    assert "a base in 4 bits" in advised(capsys, *base, "--batch-size", "1")

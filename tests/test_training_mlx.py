@@ -19,6 +19,8 @@ from uma.engines.mlx_recurrent_layers import delta_rule
 from uma.engines.mlx_training import Steps, training_terms
 from uma.engines.mlx_updates import UPDATES
 from uma.ledger import peak, phase_totals
+from uma.memory import mlx_sample
+from uma.memory.mlx_plan import family_of
 from uma.memory.mlx_program import Program
 from uma.memory.weights import weight_bytes
 from uma.quantization import Quantization
@@ -223,6 +225,30 @@ def test_scans_of_all_lengths_are_laid_out_and_ordered_once() -> None:
         family = steps.sample.family
         found.append((id(family), len(family.plans), len(family.courses)))
     assert found == found[:1] * 3
+
+
+def test_a_step_does_not_depend_on_what_was_asked_before() -> None:
+    """SmolLM2's modules hold ``down_proj`` first, Cohere's ``up_proj``; all else is alike."""
+    asked = {"num_layers": 16, "grad_checkpoint": 1, "batch_size": 16, "max_seq_length": 4096}
+    found = []
+    for before in ([], ["smollm2-360m"]):
+        mlx_sample._known.cache_clear()
+        family_of.cache_clear()
+        for name in before:
+            steps_of(name, **asked).peak_bytes()
+        found.append(steps_of("command-r", **asked).peak_bytes())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("other", [{"batch_size": 1}, {"rank": 1}, {"rank": 16}])
+def test_equal_dimensions_are_laid_out_with_others(other: dict[str, Any]) -> None:
+    """Qwen3's experts of a token are 8, as the rank is."""
+    steps = [steps_of("qwen3-30b-a3b", num_layers=16, **changes) for changes in ({}, other)]
+    assert steps[0].sample.family is steps[1].sample.family
+    mlx_sample._known.cache_clear()
+    family_of.cache_clear()
+    alone = steps_of("qwen3-30b-a3b", num_layers=16, **other)
+    assert steps[1].peak_bytes() == alone.peak_bytes()
 
 
 def test_accumulated_gradients_stay_between_steps() -> None:

@@ -11,14 +11,18 @@ import pytest
 from models import CONFIGS
 
 from uma.architecture import architecture_from_config
+from uma.architecture.layers import Recurrent
+from uma.catalog import model_config
+from uma.checkpoint.free_names import find_free
 from uma.dataset.batches import padded_length
+from uma.engines import mlx_own_recurrence
 from uma.engines.mlx_own_step import OwnStep, own_training_terms
 from uma.engines.mlx_training import training_terms
 from uma.engines.mlx_updates import update_8bit_bytes
 from uma.ledger import peak, phase_totals
 from uma.memory.weights import weight_bytes
 from uma.runtime.lora.optimizer import make_optimizer
-from uma.workload import TrainingWorkload
+from uma.workload import Method, TrainingWorkload
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from bench_training_memory import own_measured, own_predicted
@@ -147,3 +151,18 @@ def test_examples_that_share_a_row_see_a_part_of_it() -> None:
         packed_tokens=100,
     )
     assert peak(packed)[1] < 0.5 * peak(apart)[1]
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["qwen3.5-4b", "granite-4.0-h-micro"])
+def test_chunks_in_the_middle_are_taken_as_few(
+    kind: str, method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 and 32 of them."""
+    architecture = architecture_from_config(model_config(find_free(kind)).values)
+    layer = next(one for one in architecture.layers if isinstance(one.mixers[0], Recurrent))
+    asked = workload(method=method, batch_size=4, max_seq_length=2049)
+    few = OwnStep(architecture, asked).backward(layer)
+    monkeypatch.setattr(mlx_own_recurrence, "BETWEEN", 1 << 20)
+    monkeypatch.setattr(mlx_own_recurrence, "LAID_OUT", 2)
+    assert OwnStep(architecture, asked).backward(layer) == pytest.approx(few, rel=0.015)

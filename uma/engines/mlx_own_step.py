@@ -28,6 +28,7 @@ from uma.workload import Backend, TrainingWorkload
 LOSS_SLICE_BYTES = 64 << 20  # uma/runtime/lora/loss.py, SLICE_BYTES
 ATTENTION_SLICE_BYTES = 32 << 20  # uma/runtime/lora/attention.py, SLICE_BYTES
 LEAST_ROWS = 16  # loss.py, slice_rows
+UPDATE = 64  # times the gradients, which is more than an update of them makes: 8 times as laid out
 FIRST = 1.5  # what the first layer may take of the others of its kind: 1.28 at most, as laid out
 SOURCE = "arrays of one evaluated phase in MLX's order"
 
@@ -45,7 +46,7 @@ class OwnStep:
     loss_slice_bytes: int = LOSS_SLICE_BYTES
     attention_slice_bytes: int = ATTENTION_SLICE_BYTES
     packed_tokens: int | None = None
-    samples: dict[object, Sample] = field(default_factory=dict)
+    samples: dict[object, Sample[TrainingWorkload]] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -92,7 +93,7 @@ class OwnStep:
         lay_out = partial(self._way_back, layer, first)
         return self._sample(layer).above(("backward", first), lay_out)
 
-    def _sample(self, layer: Layer) -> Sample:
+    def _sample(self, layer: Layer) -> Sample[TrainingWorkload]:
         if _kind(layer) not in self.samples:
             lay_out, asked = partial(self._way_back, layer, False), self.workload
             self.samples[_kind(layer)] = Sample(
@@ -216,17 +217,22 @@ def own_training_terms(
     loss_slice_bytes: int = LOSS_SLICE_BYTES,
     attention_slice_bytes: int = ATTENTION_SLICE_BYTES,
     packed_tokens: int | None = None,
+    peak_alone: bool = False,
 ) -> tuple[MemoryTerm, ...]:
     """Every term of a step of our own trainer, by phase; the largest sum is the predicted peak.
 
     ``max_seq_length`` tokens a row, the last of which is only a target; rows are padded as
-    ``uma lora train`` pads them. The loss is a part of ``forward``.
+    ``uma lora train`` pads them. The loss is a part of ``forward``. For the ``peak_alone`` an
+    update that is surely less is left out.
     """
     slices = loss_slice_bytes, attention_slice_bytes
-    return terms_of(OwnStep(architecture, workload, backend, *slices, packed_tokens), weights)
+    step = OwnStep(architecture, workload, backend, *slices, packed_tokens)
+    return terms_of(step, weights, peak_alone=peak_alone)
 
 
-def terms_of(step: OwnStep, weights: MemoryTerm) -> tuple[MemoryTerm, ...]:
+def terms_of(
+    step: OwnStep, weights: MemoryTerm, *, peak_alone: bool = False
+) -> tuple[MemoryTerm, ...]:
     """The terms of a step, whose phases are laid out or traced."""
     workload = step.workload
     arrays = trained_arrays(step.architecture, workload)
@@ -238,10 +244,10 @@ def terms_of(step: OwnStep, weights: MemoryTerm) -> tuple[MemoryTerm, ...]:
     terms.append(MemoryTerm("optimizer_states", states, "exact", f"{workload.optimizer}, by shape"))
     if workload.grad_accumulation_steps > 1:
         terms.append(MemoryTerm("gradients", size, "exact", "kept between batches"))
-    return (*terms, *_phases(step, size))
+    return (*terms, *_phases(step, size, peak_alone))
 
 
-def _phases(step: OwnStep, gradient_bytes: int) -> Iterator[MemoryTerm]:
+def _phases(step: OwnStep, gradient_bytes: int, peak_alone: bool) -> Iterator[MemoryTerm]:
     """What each phase holds: the inputs of layers, then one layer or one slice of the loss."""
     layers = trained_layers(step.architecture, step.workload)
     each, masks = step.hidden_bytes, step.mask_bytes
@@ -257,7 +263,7 @@ def _phases(step: OwnStep, gradient_bytes: int) -> Iterator[MemoryTerm]:
     activations, gradients = _backward(step, layers)
     yield _bound("activations", activations + masks, "backward")
     yield MemoryTerm("gradients", gradients, "exact", "one a trained array", "backward")
-    update = step.update()
+    update = 0 if peak_alone and UPDATE * gradient_bytes < activations else step.update()
     if step.workload.grad_accumulation_steps > 1:  # their sum, which is kept, is made beside both
         update = max(update, 2 * gradient_bytes)
     else:

@@ -1,8 +1,8 @@
 """Recurrent layers of ``mlx_lm.models`` as MLX's operations (mlx-lm 0.32.2), as far as laid out.
 
 Mamba-2 (``ssm.py``) is laid out by chunks, a few for many, or by two where our own trainer runs it
-in its own; the gated delta rule (``gated_delta.py``) by one chunk, or by the arrays alive of all
-its tokens. Other recurrences keep states of each token.
+in its own; the gated delta rule (``gated_delta.py``) by one chunk there, or by the arrays alive of
+all its tokens. Other recurrences keep states of each token.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def _ruled(run: LayerProgram, sequences: list[Value], state: tuple[int, ...]) ->
     if run.slice_bytes is not None:
         if length > chunk:
             out = sequences[2].shape[2:]
-            return Chunks(p, sequences, (), p.zeros(state, FLOAT32), chunk, _rule, out).run()
+            zeros = p.zeros(state, FLOAT32)
+            return Chunks(p, sequences, (), zeros, chunk, _rule, out, laid_out=1).run()
         return delta_rule(p, sequences, p.zeros(state, FLOAT32))[0]
     alive = FIRST if run.first else ADAPTERS
     if run.workload.method == "full" and not run.summed_together:

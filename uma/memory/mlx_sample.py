@@ -19,11 +19,11 @@ _arguments, _but_arguments = itemgetter(3), itemgetter(0, 1, 2, 4, 5)  # of an O
 _shape, _width = itemgetter(0), itemgetter(1)  # of a Form
 
 
-class _Laid(NamedTuple):
+class _Laid(NamedTuple, Generic[Asked]):
     """A program with what was asked, and its structure."""
 
     program: Program
-    asked: object
+    asked: Asked
     structure: Structure
 
 
@@ -64,12 +64,12 @@ class Sample(Generic[Asked]):
         if key is not None and key not in self.family.plans:
             self.family.plans[key] = Plan(self.structure, compiled=False)
 
-    def _laid(self, asked: Asked) -> _Laid:
+    def _laid(self, asked: Asked) -> _Laid[Asked]:
         program = Program()
         return _Laid(program, asked, program.structure(self._lay_out(program, asked)))
 
     @cached_property
-    def _apart(self) -> _Laid:
+    def _apart(self) -> _Laid[Asked]:
         return self._laid(self._sizes_apart)
 
     def above(self, key: Hashable, lay_out: LayOut[Asked], *, compiled: bool = False) -> int:
@@ -91,7 +91,7 @@ class Sample(Generic[Asked]):
         return self.case.levels(self.family.plans[key])
 
 
-def _added(laid: _Laid, lay_out: LayOut[Asked]) -> tuple[Program, Sequence[Value]]:
+def _added(laid: _Laid[Asked], lay_out: LayOut[Asked]) -> tuple[Program, Sequence[Value]]:
     """Another program in its numbers, and what is evaluated of it."""
     program = Program(laid.program)
     return program, lay_out(program, laid.asked)
@@ -143,4 +143,6 @@ def _renamed(names: Iterable[Name], others: Iterable[Name]) -> dict[Name, Name] 
 def _distinct(structure: Structure) -> int:
     """Operations that are not equal to others."""
     arrays = structure.arrays
-    return len({(o.name, o.inputs, o.arguments, arrays[o.outputs[0]]) for o in structure.operations})
+    return len(
+        {(o.name, o.inputs, o.arguments, arrays[o.outputs[0]]) for o in structure.operations}
+    )

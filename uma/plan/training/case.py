@@ -10,7 +10,9 @@ from uma.ledger import peak
 from uma.machine import Budget, Machine
 from uma.memory.adapters import adapter_elements
 from uma.memory.term import MemoryTerm
+from uma.memory.weights import weight_bytes
 from uma.plan.training.stack import Stack
+from uma.quantization import quantization_for
 from uma.workload import Trainer, TrainingEngine, TrainingWorkload, bits_named
 
 if TYPE_CHECKING:
@@ -50,8 +52,8 @@ class TrainingCase:
 
         return Model(self.architecture, self.workload, self.settings)
 
-    def terms(self) -> tuple[MemoryTerm, ...]:
-        """Every term of one step on one device, by phase."""
+    def terms(self, *, peak_alone: bool = False) -> tuple[MemoryTerm, ...]:
+        """Every term of one step on one device, by phase; or those that may be the peak."""
         if self.engine == "torch":
             from uma.engines.torch_training import training_terms as torch_terms
 
@@ -66,14 +68,15 @@ class TrainingCase:
             from uma.engines.mlx_own_step import own_training_terms
 
             short = in_short_rows(self.workload, self.architecture)
-            return own_training_terms(*asked[:2], short, backend=self.machine.backend)
+            backend = self.machine.backend
+            return own_training_terms(*asked[:2], short, backend=backend, peak_alone=peak_alone)
         from uma.engines.mlx_training import training_terms
 
         now = replace(self.workload, loss="fused")  # mlx 0.32.4: one kernel each way on a GPU
         return training_terms(*asked[:2], now, backend=self.machine.backend)
 
     def needed_bytes(self) -> int:
-        return peak(self.terms())[1]
+        return peak(self.terms(peak_alone=True))[1]
 
     def changed(self, **changes: Any) -> "TrainingCase":
         """The same case with other values of its workload."""
@@ -102,6 +105,15 @@ class TrainingCase:
             UsageError: If the workload says it in other words than ``bits_word``.
         """
         return bits_named(self.workload.quantized)
+
+    @property
+    def least_weight_bytes(self) -> int:
+        """What the base takes on one device at least; 0 where it can be spread or moved."""
+        if self.weights is None or self.workload.sharding.zero_stage == 3:
+            return 0
+        if self.workload.method == "full" or self.mlx_bits <= 4:
+            return self.weights.size_bytes
+        return weight_bytes(self.architecture, quantization_for(4)).size_bytes
 
     @property
     def trainable_parameters(self) -> int:
