@@ -159,6 +159,16 @@ def test_a_paged_optimizer_takes_the_time_of_the_link() -> None:
     assert (resident.technique, resident.host_bytes) == ("full", 0)
 
 
+def test_a_base_in_4_bits_takes_a_quarter_of_the_link() -> None:
+    """FSDP gathers it forward and backward, as it is held."""
+    one = subject("llama-3-70b", "qlora")
+    slow = HostProfile(192 * GIB, link_bytes_per_s=4 * GB)
+    found = plan(row(one, "rtx-4090", host=slow))
+    assert found.technique.startswith("QLoRA, FSDP, parameters on the host")
+    sent_s = 2 * found.host_bytes / (4 * GB)  # with what else lies there
+    assert 2048 / tps(found.decode) == pytest.approx(sent_s, rel=0.15)
+
+
 # The search.
 
 

@@ -158,6 +158,15 @@ def test_the_inverses_of_our_own_trainer_share_the_positions() -> None:
         assert (needed <= case.budget_bytes) is fits
 
 
+@pytest.mark.parametrize("rank", [64, 300, 2048])
+def test_the_largest_rank_does_not_depend_on_the_one_that_is_asked(rank: int) -> None:
+    shared: dict[str, Any] = {"batch_size": 1, "grad_checkpoint": 1, **ALL}
+    shared["sharding"] = Sharding(data=2, zero_stage=2)
+    asked, few = (case_on("2xrtx-4090", "llama-3-8b", rank=n, **shared) for n in (rank, 8))
+    found = [training_estimate(case).largest["rank"] for case in (asked, few)]
+    assert found[0] == pytest.approx(found[1], rel=1 / 32)
+
+
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("optimizer", ["adam", "muon", "adamw-8bit"])
 @pytest.mark.parametrize("batch_size", [1, 64])

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from uma.architecture.layers import Architecture
+from uma.engines.schemes import scheme_named
 from uma.memory.reads import WeightReads
 from uma.speed.fitted import Coefficients, seconds
 from uma.speed.processor import Processor
@@ -149,9 +150,9 @@ def _exchange_s(
     others = (spread.data - 1) / spread.data
     width = workload.dtype_bytes
     weights = 0.0
-    if spread.zero_stage == 3:
-        often = 2 + (1 if workload.grad_checkpoint else 0)
-        weights = width * reads.all_elements * often
+    if spread.zero_stage == 3:  # FSDP runs layers again within the backward pass's gathering
+        often = 3 if workload.grad_checkpoint and not spread.fsdp else 2
+        weights = _weight_width(workload) * reads.all_elements * often
     if host is not None and spread.offload_parameters:
         return (weights / spread.shards + width * trained_elements) / host.link_bytes_per_s
     sent = (weights + 2 * width * trained_elements) * others
@@ -160,6 +161,14 @@ def _exchange_s(
     if processor.link_bytes_per_s is None:
         return NotKnown(f"how fast several {processor.name} are joined is not known")
     return sent / processor.link_bytes_per_s
+
+
+def _weight_width(workload: TrainingWorkload) -> float:
+    """Bytes of a weight of the base, as it is held and sent."""
+    if not workload.quantized:
+        return workload.dtype_bytes
+    side = 1024  # of a matrix in which all groups are whole
+    return scheme_named(workload.quantized).bytes_of(side, side) / side**2
 
 
 def _optimizer_s(

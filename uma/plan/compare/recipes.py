@@ -19,6 +19,7 @@ PLAIN = Stack()
 FLOAT32_WEIGHTS = Stack(precision="mixed")  # Trainer with bf16=True: autocast
 
 MIXED, EIGHT_BIT, SIXTEEN_BIT = 2, 1, 0
+HALF = {"bfloat16": "bf16", "float16": "fp16"}
 STATES = {MIXED: "float32 states", EIGHT_BIT: "8-bit states", SIXTEEN_BIT: "bf16 states"}
 GIVES_UP = {
     EIGHT_BIT: "weights are updated in 16 bits, by states in 8: small updates are rounded away",
@@ -109,7 +110,11 @@ def torch_recipes(
                 sharding=recipe.workload.sharding,
                 grad_checkpoint=every,
             )
-            yield replace(recipe, workload=workload)
+            yield replace(
+                recipe,
+                workload=workload,
+                format=recipe.format.replace("bf16", HALF[asked.dtype]),
+            )
 
 
 def _adapters(kind: Kind, devices: int, places: tuple[Place, ...]) -> Iterator[Recipe]:

@@ -195,14 +195,17 @@ def _torch_reasons(case: TrainingCase) -> Iterator[str]:
         )
 
 
-def float16_reasons(stack: Stack, workload: TrainingWorkload) -> Iterator[str]:
+def float16_reasons(
+    stack: Stack, workload: TrainingWorkload, *, has_bfloat16: bool = True
+) -> Iterator[str]:
     """Why weights in float16 are not trained without a float32 copy; without autocast none says so.
 
     torch 2.13, ``amp/grad_scaler.py``, ``_unscale_grads_``, which Trainer calls to clip; torchtune
     0.6, each recipe's ``__init__``; unsloth 2026, ``models/vision.py``, ``from_pretrained``.
     """
     deepspeed = workload.sharding.zero_stage > 0 and not workload.sharding.fsdp
-    full, instead = workload.method == "full", "bfloat16, or float32 weights (--precision mixed)"
+    full = workload.method == "full"
+    instead = "bfloat16, or " * has_bfloat16 + "float32 weights (--precision mixed)"
     if stack.name == "torchtune":
         yield "torchtune has no float16, only bfloat16 and float32: leave --quant out"
     elif stack.name == "unsloth" and full and stack.precision != "mixed":
@@ -371,7 +374,8 @@ def _half_notes(case: TrainingCase) -> Iterator[str]:
         return
     for too_old in without_bfloat16(case.machine):
         yield too_old
-        yield from float16_reasons(case.stack, replace(case.workload, dtype="float16"))
+        asked = replace(case.workload, dtype="float16")
+        yield from float16_reasons(case.stack, asked, has_bfloat16=False)
 
 
 def without_bfloat16(machine: Machine) -> Iterator[str]:

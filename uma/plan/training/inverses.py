@@ -35,12 +35,12 @@ def largest(
         found = shapes(case, held, needs)
     if case.workload.method != "full":
         by_rank = sum(t.size_bytes for t in always if t.name in ("adapters", "optimizer_states"))
-        found["rank"] = _rank(case, held, by_rank, needs)
+        found["rank"] = _rank(case, by_rank, needs)
     return found
 
 
-def _rank(case: TrainingCase, held_bytes: int, by_rank_bytes: int, needs: Needs) -> int | None:
-    """``by_rank_bytes`` are the part of what is held that the rank is known to account for."""
+def _rank(case: TrainingCase, by_rank_bytes: int, needs: Needs) -> int | None:
+    """``by_rank_bytes`` are the part of what is needed that the rank is known to account for."""
     room, most = case.budget_bytes, _most_on_host(case, "rank")
     asked, needed = min(case.workload.rank, most), _along(case, needs, "rank")
     by_rank = by_rank_bytes + _ranked_bytes(case)
@@ -50,9 +50,8 @@ def _rank(case: TrainingCase, held_bytes: int, by_rank_bytes: int, needs: Needs)
         lines = 2 if case.trainer == "uma" else 1  # whose ranks take a tenth of the time
         return _largest_rank(needed, asked, by_rank_bytes, room, most, lines)
     # DeepSpeed's buckets grow to a size, bitsandbytes' states are small from a size on.
-    rest = needs(case) if needs(case) <= room else held_bytes
-    base = min(room, rest - by_rank_bytes)
-    return _largest(needed, asked, base, room, most, convex=False)
+    base = needs(case) - by_rank_bytes if needs(case) <= room else needed(1)
+    return None if base > room else _largest(needed, asked, base, room, most, convex=False)
 
 
 def _shapes(case: TrainingCase, held_bytes: int, needs: Needs) -> dict[str, int | None]:
