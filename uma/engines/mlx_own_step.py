@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
-from uma.architecture.layers import Architecture, Attention, LatentAttention, Layer
+from uma.architecture.layers import Architecture, Attention, LatentAttention, Layer, Recurrent
 from uma.dataset.batches import padded_length
 from uma.engines.mlx_attention import rms_norm
 from uma.engines.mlx_layers import LayerProgram
@@ -29,7 +29,9 @@ LOSS_SLICE_BYTES = 64 << 20  # uma/runtime/lora/loss.py, SLICE_BYTES
 ATTENTION_SLICE_BYTES = 32 << 20  # uma/runtime/lora/attention.py, SLICE_BYTES
 LEAST_ROWS = 16  # loss.py, slice_rows
 UPDATE = 64  # times the gradients, which is more than an update of them makes: 8 times as laid out
-FIRST = 1.5  # what the first layer may take of the others of its kind: 1.28 at most, as laid out
+# What the first layer may take of the others of its kind: 1.28 at most as laid out, and 1.06 where
+# it recurs, which takes longest to lay out.
+FIRST, FIRST_RECURRENT = 1.5, 1.15
 SOURCE = "arrays of one evaluated phase in MLX's order"
 
 
@@ -288,12 +290,17 @@ def _backward(step: OwnStep, layers: Sequence[Layer]) -> tuple[int, int]:
     for count in range(len(layers), 0, -1):
         layer, inputs = layers[count - 1], (count + 2) * step.hidden_bytes
         peak = peaks.get(_kind(layer), sum(most))
-        if count == 1 and inputs + FIRST * peak + gradients > sum(most):
+        if count == 1 and inputs + _first_factor(layer) * peak + gradients > sum(most):
             peak = step.backward(layer, first=True)
         if inputs + peak + gradients > sum(most):
             most = inputs + peak, gradients
         gradients += layer_gradient_bytes(step, layer)
     return most
+
+
+def _first_factor(layer: Layer) -> float:
+    recurs = any(isinstance(mixer, Recurrent) for mixer in layer.mixers)
+    return FIRST_RECURRENT if recurs else FIRST
 
 
 def layer_gradient_bytes(step: OwnStep, layer: Layer) -> int:
