@@ -112,6 +112,32 @@ def test_the_answer_comes_without_a_stderr(stderr: str, model: Path, tmp_path: P
     assert "weights" not in done.stdout
 
 
+@pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("g++") is None, reason="MLX compiles nothing there"
+)
+def test_a_folder_in_which_nothing_can_be_compiled_is_named(model: Path, tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "none such")
+    done = uma(tmp_path, model, "--prompt", "hi", "--max-tokens", 2, TMPDIR=nowhere)
+    assert done.returncode == 1
+    assert "do: Set TMPDIR to a folder" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_before_the_answer_is_told(model: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "uma", "run", str(model), "--prompt", "hi"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(tmp_path),
+    )
+    with process:
+        assert process.stderr is not None
+        process.stderr.readline()  # the plan: loading begins
+        os.kill(process.pid, signal.SIGINT)
+        assert "interrupted" in process.stderr.read()
+    assert process.returncode == 130
+
+
 LONG_EVALUATION = """
 import mlx.core as mx
 from uma.runtime.interrupt import interruptible

@@ -207,6 +207,7 @@ def test_every_row_of_the_table_is_a_cause_with_a_source_and_a_pattern_that_some
 ):
     texts = "\n".join(text for _, text, _ in POSTED)
     texts += "\nNo Metal device available\nfailed to allocate buffer, size = 5 MiB\n"
+    texts += "filesystem error: temp_directory_path: No such file or directory\n"
     for row in failures():
         assert re.fullmatch(r"[a-z_]+", row.cause)
         assert row.source

@@ -211,8 +211,17 @@ def test_our_own_trainer_is_not_advised_where_it_refuses_an_option(capsys: Any) 
 
 def test_nothing_is_advised_where_the_weights_alone_take_too_much(capsys: Any) -> None:
     words = ["deepseek-v3", "--train", "lora", "--machine", "mac-studio-m2-ultra-192"]
-    assert not estimated(capsys, *words)["measures"]
-    main(["estimate", *words])
-    assert "nothing makes it fit: the weights alone take more" in capsys.readouterr().out
+    found = estimated(capsys, *words)
+    assert not found["measures"]
+    assert any("the weights alone take 351.67 GiB" in note for note in found["notes"])
     base = ["llama-3-70b", "--train", "lora", "--bits", "16", "--machine", "mac-studio-m4-max-64"]
     assert "a base in 4 bits" in advised(capsys, *base, "--batch-size", "1")
+
+
+def test_weights_above_the_budget_and_within_the_limit_are_helped_to_be_tight(capsys: Any) -> None:
+    words = ["internlm2-20b", "--train", "lora", "--machine", "mac-mini-m4-16"]
+    words += ["--batch-size", "4", "--max-seq-length", "256"]
+    found = estimated(capsys, *words)
+    assert found["verdict"] == "exceeds"
+    assert ["--trainer", "uma"] in [measure["options"] for measure in found["measures"]]
+    assert estimated(capsys, *words, "--trainer", "uma")["verdict"] == "tight"

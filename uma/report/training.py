@@ -70,8 +70,6 @@ def _lines(
     if found.measures:
         enough = found.measures_suffice
         yield "what makes it fit:" if enough else "what helps, but is not enough:"
-    elif found.case.least_weight_bytes > found.case.budget_bytes:
-        yield "nothing makes it fit: the weights alone take more (--largest-model: one that fits)"
     for measure in found.measures:
         yield f"  {measure.name}: saves {_saved(measure)}; time: {measure.cost}"
         yield f"    {' '.join(measure.options)}"

@@ -89,7 +89,12 @@ def training_estimate(case: TrainingCase, data: "WorstBatch | None" = None) -> T
         case.trainable_parameters,
         inverses,
         advice,
-        (*pool_note(case, needed, least), *_host_notes(host, meant), *notes(case)),
+        (
+            *pool_note(case, needed, least),
+            *_weights_note(case),
+            *_host_notes(host, meant),
+            *notes(case),
+        ),
         meant.with_staying(host.stays_bytes),
         host,
         data,
@@ -112,6 +117,23 @@ def _staying_terms(stays_bytes: int, meant: Places) -> Iterator[MemoryTerm]:
     if stays_bytes > paged:
         source = "what a host would hold, in the one memory"
         yield MemoryTerm("other", stays_bytes - paged, "bound", source)
+
+
+def _weights_note(case: TrainingCase) -> Iterator[str]:
+    """That no measure is looked for, and what else there is."""
+    weights, workload = case.least_weight_bytes, case.workload
+    if weights <= case.room_bytes:
+        return
+    others = []
+    if workload.method == "full":
+        others.append("adapters on a base in 4 bits (--train qlora)")
+    elif case.mlx_bits > 2:
+        others.append("a base in fewer bits (--bits)")
+    if workload.sharding.devices > 1:
+        others.append("sharded weights (--fsdp full)")
+    others.append("a smaller model (--largest-model)")
+    sizes = f"{format_gib(weights)} of {format_gib(case.room_bytes)}"
+    yield f"the weights alone take {sizes}; what is left to try: {', '.join(others)}"
 
 
 def _host_notes(host: OnHost, meant: Places) -> Iterator[str]:

@@ -33,9 +33,9 @@ def measures(case: TrainingCase, needs: Needs) -> tuple[Measure, ...]:
     """What to change, the cheapest in time first; all that can be where even that does not do.
 
     Those are left out again, the costliest first, without which it fits too. Where the weights
-    alone take too much, nothing is looked for.
+    alone are too large, nothing is looked for.
     """
-    if case.least_weight_bytes > case.budget_bytes:
+    if case.least_weight_bytes > case.room_bytes:
         return ()
     chosen = _added(case, [], needs)
     replaceable = case.engine == "torch" and case.workload.optimizer in OF_BITSANDBYTES
