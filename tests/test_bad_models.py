@@ -123,21 +123,6 @@ def test_a_folder_in_which_nothing_can_be_compiled_is_named(model: Path, tmp_pat
     assert "Traceback" not in done.stderr
 
 
-def test_ctrl_c_before_the_answer_is_told(model: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "uma", "run", str(model), "--prompt", "hi"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(tmp_path),
-    )
-    with process:
-        assert process.stderr is not None
-        process.stderr.readline()  # the plan: loading begins
-        os.kill(process.pid, signal.SIGINT)
-        assert "interrupted" in process.stderr.read()
-    assert process.returncode == 130
-
-
 LONG_EVALUATION = """
 import mlx.core as mx
 from uma.runtime.interrupt import interruptible

@@ -73,10 +73,6 @@ def _run(arguments: list[str]) -> int:
         # typer catches what a closed pipe raises itself, and leaves with 1.
         if isinstance(done.__context__, BrokenPipeError):
             raise done.__context__ from None
-        if done.__context__ is not None and isinstance(
-            done.__context__.__cause__, KeyboardInterrupt
-        ):
-            raise KeyboardInterrupt from None  # which typer leaves with 130 without a word
         return done.code if isinstance(done.code, int) else 1
     return 0
 
