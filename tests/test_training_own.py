@@ -164,5 +164,4 @@ def test_chunks_in_the_middle_are_taken_as_few(
     asked = workload(method=method, batch_size=4, max_seq_length=2049)
     few = OwnStep(architecture, asked).backward(layer)
     monkeypatch.setattr(mlx_own_recurrence, "BETWEEN", 1 << 20)
-    monkeypatch.setattr(mlx_own_recurrence, "LAID_OUT", 2)
     assert OwnStep(architecture, asked).backward(layer) == pytest.approx(few, rel=0.015)

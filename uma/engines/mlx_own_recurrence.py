@@ -63,8 +63,7 @@ class Chunks:
         between = max(0, count - 2 * ends)
         parts = min(between, BETWEEN)
         firsts = [*range(count + 1)]
-        if parts:
-            firsts[ends : ends + between] = [ends + between * n // parts for n in range(parts)]
+        firsts[ends : ends + between] = [ends + between * n // parts for n in range(parts)]
         return [
             Place(first * self.chunk, min(end * self.chunk, length), end - first)
             for first, end in pairwise(firsts)
